@@ -80,26 +80,24 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
     # Found by the error alone
     (
         r"",
-        r"(has no attribute|and its module have no) '(_|ds_|is_checkpointable|tput_timer|sparse_)",
+        r"(has no attribute|and its module have no) '(_|is_checkpointable|sparse_)",
         "internal",
         PRIVATE,
     ),
-    (r"", r"SimpleNamespace' object has no attribute '_engine'", "internal", PRIVATE),
+    (r"", r"'ThroughputTimer' object has no attribute", "internal", PRIVATE),
     (r"test_zero_grad_clip|TestBf16ZeRO0Unfused", r"isinstance\(EngineOptimizer", "internal", PRIVATE),
     (r"MiCS", r"MiCS_Init", "refused", "MiCS is not part of the interface"),
     (r"TestFP16OptimizerForMoE", r"AttributeError: EngineOptimizer", "internal", PRIVATE),
     (r"test_no_sync_ctxt", r"HexadError: (no_sync|step): found", "internal", OTHER_ERROR),
-    (r"test_no_sync_ctxt.*multiple_ctxts", r"no attribute 'norm'", "refused", "uses safe_get_full_grad"),
     (r"test_ds_config_dict.*allreduce_op", r"ConfigError: gradient_allreduce_op", "internal", OTHER_ERROR),
     (r"test_ds_config_dict.*TestNoModel", r"HexadError: initialize", "internal", OTHER_ERROR),
     (r"test_config_duplicate_key", r"HexadError", "internal", OTHER_ERROR),
     (r"test_tag_validation", r"AgreedError|ConfigError|HexadError: save_ch", "internal", OTHER_ERROR),
     (r"TestZeroAllowUntestedOptimizer", r"ConfigError: zero_optimization", "internal", OTHER_ERROR),
     (r"TestClientLrScheduler", r"HexadError: lr_scheduler", "internal", OTHER_ERROR),
+    (r"rejects_zenflow", r"zenflow: found it enabled", "refused", "ZenFlow"),
     (r"quantized_eigenvalue|compression_training", r"is not supported", "refused", "compression"),
-    (r"test_bf16", r"bf16_(master|optimizer)", "refused", "master weights and states in bf16"),
     (r"test_checkpoint_shared_weights|frozen_weights", r"FileNotFound", "differs", LAYOUT),
-    (r"TestCheckpointInterval|TestPipeModule", r"non_reentrant_checkpoint", "internal", PRIVATE),
     (r"", r"torch.cpu' has no|Invalid device string|device_ids and output", "gpu", "the test needs a GPU"),
     (r"", r"fixture|line \d+ / def", "harness", "its fixture is not found by this release of pytest"),
     # Differences
@@ -110,10 +108,16 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "gradient_allreduce_op: sum is accepted with ZeRO 3, and the sections beside it are ignored",
     ),
     (
-        r"TestZeroGatheredParametersFree|test_scattered_init_dist",
-        r"0-sized|is_initialized",
+        r"test_zero_context",
+        r"0-sized|is_initialized|no attribute 'ds_(status|tensor)'",
         "differs",
         "zero.Init neither shards parameters nor joins the process group; initialize does",
+    ),
+    (
+        r"test_ext_param_getattr",
+        r"read by a module that does not hold it",
+        "differs",
+        "a weight that another module reads is gathered after register_external_parameter only",
     ),
     (
         r"contiguous_checkpointing_requires",
@@ -121,7 +125,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "differs",
         "contiguous_memory_optimization has no effect, and needs no number_checkpoints",
     ),
-    (r"test_hjson", r"not valid JSON", "differs", "files in Hjson are refused; only JSON is read"),
     (
         r"TestClientOptimizer|TestConfigOptimizer",
         r"EngineOptimizer|isinstance\(\) arg 2",
@@ -135,10 +138,10 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "accepted, where DeepSpeed has no optimizer for this grad_accum_dtype: gradients are kept in float32",
     ),
     (
-        r"test_dynamic_loss_scale",
-        r"step: found no backward pass",
+        r"cpu_adam_must_enable_bf16_states",
+        r"DID NOT RAISE",
         "differs",
-        "assigns .grad and calls step; gradients come from a backward pass only",
+        "bf16_optimizer_states has no effect: optimizer state is float32",
     ),
     (
         r"TestStage2IgnoreUnusedParameters",
@@ -164,9 +167,9 @@ def replace_names() -> None:
     import deepspeed
 
     from hexad.compat import deepspeed as interface
-    from hexad.compat.deepspeed.installed import _WHERE
+    from hexad.compat.deepspeed.installed import WHERE
 
-    for theirs, ours in _WHERE.items():
+    for theirs, ours in WHERE.items():
         if theirs in PACKAGES_OWN:
             continue
         try:
@@ -250,6 +253,7 @@ def adapt() -> None:
     EngineOptimizer.dynamic_loss_scale = property(lambda self: self.loss_scale_config.dynamic_loss_scale)
     EngineOptimizer.loss_scaler = property(lambda self: self)
     interface.DeepSpeedEngine._get_optimizer_ckpt_name = lambda self: ""
+    interface.DeepSpeedEngine._backward_epilogue = lambda self: None  # after a loss of several engines
     common.compare_model_states = compare
     for name in ("fused_adam", "cpu_adam"):
         deepspeed.ops.__compatible_ops__[name] = True  # no kernels are compiled
@@ -518,7 +522,10 @@ def main() -> None:
 
 def version_of(source: Path) -> str:
     """Of a checkout."""
-    return (source / "version.txt").read_text(encoding="utf-8").strip()
+    commit = subprocess.run(
+        ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    return f"{(source / 'version.txt').read_text(encoding='utf-8').strip()}, commit {commit.stdout.strip()}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,14 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     "client_state": lambda engine: engine.save_checkpoint("unused", client_state=[1]),
     "save_filename": lambda engine: engine.save_16bit_model("unused", "a/b.bin"),
     "load_dir": lambda engine: engine.load_checkpoint(None),
+    "group": lambda engine: engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    "mpu": lambda _: deepspeed.initialize(
+        model=Mlp(), config=deepspeed_config(0), mpu=SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+    ),
+    "mesh_param": lambda _: deepspeed.initialize(model=Mlp(), config=deepspeed_config(0), mesh_param=(1, 2)),
+    "recompute": lambda _: deepspeed.checkpointing.configure(
+        deepspeed_config={"activation_checkpointing": {"cpu_checkpoint": True}}
+    ),
 }
 
 
@@ -119,6 +128,13 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
         ("client_state", "client_state: found a list, expected a dictionary"),
         ("save_filename", "save_filename: found 'a/b.bin', expected a name without a directory"),
         ("load_dir", "load_checkpoint: found load_dir None"),
+        ("group", "optimizer.add_param_group: found after initialize"),
+        (
+            "recompute",
+            "activation_checkpointing.cpu_checkpoint: unknown key .did you mean 'cpu_",
+        ),
+        ("mpu", r"mpu.get_model_parallel_world_size\(\): found 2, but a user-defined module is not divided"),
+        ("mesh_param", r"mesh_param\[1\]: found 2, but a user-defined module is not divided; use 1"),
         ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
     ],
 )

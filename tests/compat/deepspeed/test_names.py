@@ -1,8 +1,11 @@
 """Names that scripts import from DeepSpeed, with the package's own topologies and partitions as oracles."""
 
+import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from torch import nn
 
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed import groups
+from hexad.compat.deepspeed.installed import UNSUPPORTED
 from hexad.compat.deepspeed.pipe import balanced, uniform
-from hexad.compat.deepspeed.unsupported import UNSUPPORTED
+from hexad.compat.facade import world
 from hexad.compat.facade.installed import refused_name
 from hexad.config import HexadError
 
@@ -34,7 +38,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import RepeatingLoader, groups, logger, safe_get_full_fp32_param
 from deepspeed.utils.logging import logger as other
 import deepspeed.utils.groups as module
-from hexad.compat.deepspeed.unsupported import UNSUPPORTED
+from hexad.compat.deepspeed.installed import UNSUPPORTED
 import torch
 assert same is get_accelerator and other is logger and module is groups
 model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -77,6 +81,28 @@ def test_missing_names_are_refused() -> None:
         groups.get_data_parallel_size  # noqa: B018
     with pytest.raises(AttributeError, match=r"cpu.*has no 'memory'"):
         deepspeed.get_accelerator().memory  # noqa: B018
+
+
+def test_the_mesh_of_a_former_process_group_is_forgotten() -> None:
+    mesh = engine_of()._engine.mesh
+    assert world.current_mesh() is mesh
+    torch.distributed.destroy_process_group()
+    assert world.current_mesh() is not mesh and groups._get_data_parallel_group().size() == 1
+
+
+@pytest.mark.parametrize(("selected", "expected"), [(0, 3), (2, 2)])
+def test_a_gpu_is_selected_where_the_script_has_not(
+    monkeypatch: pytest.MonkeyPatch, selected: int, expected: int
+) -> None:
+    current = [selected]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.insert(0, device))
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert world.join() == torch.device("cuda", expected)
 
 
 def test_topologies_are_those_of_the_package() -> None:
@@ -132,6 +158,14 @@ def test_an_engine_has_what_scripts_ask_for() -> None:
         engine.offload_states()
 
 
+def test_messages_are_logged_on_the_ranks_that_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hexad")
+    engine_of()
+    for ranks in ([0], [-1], [1], [], None):
+        deepspeed.utils.log_dist(f"on {ranks}", ranks)
+    assert [text for text in caplog.messages if " on " in text] == ["[Rank 0] on [0]", "[Rank 0] on [-1]"]
+
+
 def test_assigned_gradients_replace_a_backward_pass() -> None:
     engine = engine_of(2)
     before = engine.module.weight.detach().clone()
@@ -144,14 +178,74 @@ def test_assigned_gradients_replace_a_backward_pass() -> None:
         engine.step()
 
 
-def test_copies_of_a_module_have_their_own_zero_grad() -> None:
-    from copy import deepcopy
+def test_the_smallest_loss_scale_is_kept_at_stage_0_and_an_error_with_zero() -> None:
+    def skips(stage: int) -> Any:
+        engine = engine_of(stage, fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1})
+        for _ in range(3):
+            engine.module.weight.grad = torch.full((1, 2), torch.inf, dtype=torch.float16)
+            engine.step()
+        return engine
 
+    engine = skips(0)
+    assert (engine.skipped_steps, engine.loss_scale()) == (3, 1)
+    with pytest.raises(HexadError, match="not finite at the smallest loss scale, 1"):
+        skips(1)
+
+
+class Outside(nn.Module):
+    """A model that reads a weight of another module."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if registered:
+            deepspeed.zero.register_external_parameter(self, self.first.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.second(self.first(x)), self.first.weight).sum()
+
+
+def test_a_weight_that_another_module_reads_is_registered() -> None:
+    def engine(stage: int, registered: bool) -> Any:
+        keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+        torch.manual_seed(3)
+        return deepspeed.initialize(model=Outside(registered), config={"train_batch_size": 2, **keys})[0]
+
+    def losses(engine: Any) -> Any:
+        for _ in range(3):
+            loss = engine(torch.ones(2, 4))
+            engine.backward(loss)
+            engine.step()
+            yield loss.item()
+
+    assert list(losses(engine(3, True))) == list(losses(engine(0, False)))
+    broken = engine(3, False)
+    with pytest.raises(HexadError, match=r"by a module that does not hold it .*register_external"):
+        broken(torch.ones(2, 4))
+    assert broken.module.first.weight.detach().numel() == 0
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_a_module_have_their_own_zero_grad(copied: Callable[[nn.Module], nn.Module]) -> None:
     engine = engine_of()
-    copy = deepcopy(engine.module)
+    copy: Any = copied(engine.module)
     engine.backward(engine(torch.ones(2, 2)).sum())
     copy.weight.grad = torch.ones(1, 2)
     copy.zero_grad()
     assert copy.weight.grad is None and engine._accumulation.pending
     engine.module.zero_grad()
     assert not engine._accumulation.pending
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"bfloat16": {"enabled": True}}, torch.bfloat16),
+        ({"fp16": {"enabled": "auto"}}, torch.float32),
+        ({"bf16": True}, torch.float32),  # which initialize refuses
+    ],
+)
+def test_modules_are_created_in_the_format_of_the_configuration(config: Any, dtype: torch.dtype) -> None:
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        assert nn.Linear(1, 1).weight.dtype == dtype
+    assert nn.Linear(1, 1).weight.dtype == torch.float32

@@ -254,7 +254,7 @@ def mistake(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("world", "found num_stages 3 in a world of 2 ranks; use one of 1, 2"),
+        ("world", "num_stages: found 3 in a world of 2 ranks; use one of 1, 2"),
         ("layers", "found 1 layers for 2 stages; use fewer stages"),
         ("method", r"found 'paramters' \(did you mean 'parameters'\?\)"),
         ("type", "found no layer that matches 'attention'; there are Block, Embedding"),

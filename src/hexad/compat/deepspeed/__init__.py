@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from ..facade.installed import refused_name
-from .unsupported import UNSUPPORTED
+from .installed import UNSUPPORTED, WHERE
 
 __version__ = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
@@ -53,7 +53,6 @@ def install() -> None:
     """
     from ..facade.installed import announce
     from ..facade.installed import install as install_package
-    from .installed import WHERE
 
     install_package(sys.modules[__name__], "deepspeed", WHERE, UNSUPPORTED)
     announce("deepspeed", __version__)

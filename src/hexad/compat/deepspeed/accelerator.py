@@ -1,8 +1,8 @@
-"""``deepspeed.accelerator``: where this rank computes."""
+"""``deepspeed.accelerator``: where this rank computes, under DeepSpeed's names."""
 
 import os
 import resource
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -11,147 +11,99 @@ import torch
 from hexad.engine.state import resident
 
 
+def _no_op(*_: Any, **__: Any) -> None:
+    """No effect: a CPU has nothing to wait for, to select or to return."""
+
+
+def _allocated(device_index: Any = None) -> int:
+    """Bytes of this process in memory."""
+    return resident()
+
+
+def _peak(device_index: Any = None) -> int:
+    """Most bytes that this process had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _gpu_memory(device_index: int | None = None) -> int:
+    index = torch.cuda.current_device() if device_index is None else device_index
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
+_NO_OPS = """
+    current_stream default_stream empty_cache range_pop range_push reset_max_memory_allocated
+    reset_max_memory_reserved reset_peak_memory_stats set_device synchronize
+"""
+_SYNCHRONOUS = "handles_memory_backpressure is_synchronized_device resolves_data_dependency use_host_timers"
+_BOTH: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_fp16_supported": lambda: True,
+    "lazy_call": lambda callback: callback(),
+    "random": lambda: torch.random,
+    "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
+}
+_CPU: dict[str, Any] = {
+    **dict.fromkeys(_NO_OPS.split(), _no_op),
+    **dict.fromkeys(_SYNCHRONOUS.split(), lambda: True),
+    **dict.fromkeys(("memory_allocated", "memory_cached", "memory_reserved"), _allocated),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_cached", "max_memory_reserved"), _peak),
+    "Event": None,
+    "Stream": None,
+    "communication_backend_name": lambda: "gloo",
+    "current_device": lambda: 0,
+    "device_count": lambda: 1,
+    "device_name": lambda device_index=None: "cpu",
+    "get_rng_state": lambda device_index=None: torch.get_rng_state(),
+    "initial_seed": torch.initial_seed,
+    "is_bf16_supported": lambda: True,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "memory_stats": lambda device_index=None: {
+        "allocated_bytes.all.current": _allocated(),
+        "allocated_bytes.all.peak": _peak(),
+    },
+    "pin_memory": lambda tensor, align_bytes=1: tensor,
+    "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
+    "stream": lambda stream: nullcontext(),
+    "total_memory": lambda device_index=None: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+}
+_GPU: dict[str, Any] = {
+    **dict.fromkeys(_SYNCHRONOUS.split(), lambda: False),
+    "communication_backend_name": lambda: "nccl",
+    "device_name": lambda device_index=None: "cuda" if device_index is None else f"cuda:{device_index}",
+    "pin_memory": lambda tensor, align_bytes=1: tensor.pin_memory(),
+    "range_pop": torch.cuda.nvtx.range_pop,
+    "range_push": torch.cuda.nvtx.range_push,
+    "total_memory": _gpu_memory,
+}
+"""What an accelerator has; a GPU also what ``torch.cuda`` has. A CPU is one device without streams, whose
+memory is this process's."""
+
+
 class Accelerator:
-    """The device that PyTorch has, under DeepSpeed's names; other names are those of ``torch.cuda``, or their
-    counterparts of a CPU: see :class:`Host`."""
+    """The device that PyTorch has, under DeepSpeed's names."""
 
     def __init__(self) -> None:
-        self._name = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device: Any = torch.cuda if torch.cuda.is_available() else Host()
+        gpu = torch.cuda.is_available()
+        self._name = "cuda" if gpu else "cpu"
+        self._names = {**vars(torch.cuda), **_BOTH, **_GPU} if gpu else _BOTH | _CPU
 
     def __getattr__(self, name: str) -> Any:
-        if not hasattr(self._device, name):
+        if name.startswith("_") or name not in self._names:
             raise AttributeError(f"the accelerator ({self._name}) has no {name!r}")
-        return getattr(self._device, name)
-
-    def device_name(self, device_index: int | None = None) -> str:
-        """``cuda``, ``cuda:N`` or ``cpu``."""
-        return self._name if device_index is None or self._name == "cpu" else f"cuda:{device_index}"
+        return self._names[name]
 
     def current_device_name(self) -> str:
         """The name of the current device."""
-        return self.device_name(self.current_device())
-
-    def is_available(self) -> bool:
-        """Whether there is a device."""
-        return True
-
-    def communication_backend_name(self) -> str:
-        """The backend of ``torch.distributed`` for this device."""
-        return "nccl" if self._name == "cuda" else "gloo"
-
-    def is_bf16_supported(self) -> bool:
-        """Whether it computes bf16, in hardware or not."""
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        """Whether it computes fp16, in hardware or not."""
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """The formats that it computes."""
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    def is_synchronized_device(self) -> bool:
-        """Whether operators have ended when they return."""
-        return self._name == "cpu"
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def random(self) -> Any:
-        """The module of random numbers."""
-        return torch.random
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device's memory."""
-        if self._name == "cpu":
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        index = torch.cuda.current_device() if device_index is None else device_index
-        return int(torch.cuda.get_device_properties(index).total_memory)
+        return str(self.device_name(self.current_device()))
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device's memory that are not allocated."""
-        return self.total_memory(device_index) - int(self.memory_allocated())
+        return int(self.total_memory(device_index) - self.memory_allocated(device_index))
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on such a device."""
         return tensor.device.type == self._name
-
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """A copy in page-locked memory, for a GPU; else the tensor."""
-        return tensor if self._name == "cpu" else tensor.pin_memory()
-
-    def lazy_call(self, callback: Any) -> Any:
-        """Call a function."""
-        return callback()
-
-    def range_push(self, message: str) -> None:
-        """Begin a range of the profiler's timeline."""
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_push(message)
-
-    def range_pop(self) -> None:
-        """End a range of the profiler's timeline."""
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_pop()
-
-
-class Host:
-    """What ``torch.cuda`` has, for a CPU: one device without streams, whose memory is this process's."""
-
-    Stream = Event = None
-
-    def current_device(self) -> int:
-        """The number of the current device."""
-        return 0
-
-    def device_count(self) -> int:
-        """Devices of this host."""
-        return 1
-
-    def no_op(self, *_: Any, **__: Any) -> None:
-        """No effect: there is nothing to wait for, to select or to return."""
-
-    set_device = synchronize = empty_cache = reset_peak_memory_stats = current_stream = default_stream = no_op
-    reset_max_memory_allocated = reset_max_memory_reserved = no_op
-
-    def stream(self, stream: Any) -> AbstractContextManager[None]:
-        """No effect: there are no streams."""
-        return nullcontext()
-
-    def memory_allocated(self, device: Any = None) -> int:
-        """Bytes of this process in memory."""
-        return resident()
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        """Most bytes that this process had in memory."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    memory_reserved = memory_cached = memory_allocated
-    max_memory_reserved = max_memory_cached = max_memory_allocated
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """The two figures of memory, under names of ``torch.cuda.memory_stats``."""
-        current, peak = self.memory_allocated(), self.max_memory_allocated()
-        return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": peak}
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seed the generator."""
-        return torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        """The generator's seed."""
-        return torch.initial_seed()
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """The generator's state."""
-        return torch.get_rng_state()
-
-    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
-        """Set the generator's state."""
-        torch.set_rng_state(new_state)
 
 
 @cache

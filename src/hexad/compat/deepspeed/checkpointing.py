@@ -1,12 +1,13 @@
 """``deepspeed.checkpointing``: activations that are recomputed, over ``torch.utils.checkpoint``."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .config import read_json
+from .config import checked, read_json
 from .keys import ActivationCheckpointing
 
 _settings: ActivationCheckpointing | None = None
@@ -23,12 +24,17 @@ def configure(
     profile: bool | None = None,
 ) -> None:
     """Set how :func:`checkpoint` keeps inputs: ``checkpoint_in_cpu`` in the host's memory. The other
-    arguments are accepted without effect."""
+    arguments are accepted without effect.
+
+    Raises:
+        HexadError: the section ``activation_checkpointing`` of the configuration is wrong.
+    """
     global _settings
-    keys = {} if deepspeed_config is None else read_json(deepspeed_config).get("activation_checkpointing", {})
+    tree = {} if deepspeed_config is None else read_json(deepspeed_config)
+    keys = tree.get("activation_checkpointing") or {}
     if checkpoint_in_cpu is not None:
         keys = {**keys, "cpu_checkpointing": checkpoint_in_cpu}
-    _settings = ActivationCheckpointing.model_validate(keys)
+    _settings = checked(keys, ActivationCheckpointing, "activation_checkpointing.")
 
 
 def is_configured() -> bool:
@@ -43,10 +49,10 @@ def reset() -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **named: Any) -> Any:
     """``function(*args, **named)``, whose activations are recomputed in the backward pass (Chen et al., arXiv
     1604.06174), with the same random numbers. ``use_reentrant`` has no effect."""
-    if _settings is not None and _settings.cpu_checkpointing:
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return torch_checkpoint(function, *args, use_reentrant=False, **named)
-    return torch_checkpoint(function, *args, use_reentrant=False, **named)
+    on_host = _settings is not None and _settings.cpu_checkpointing
+    pinned = torch.cuda.is_available()
+    with torch.autograd.graph.save_on_cpu(pinned) if on_host else nullcontext():
+        return torch_checkpoint(function, *args, use_reentrant=False, **named)
 
 
 non_reentrant_checkpoint = checkpoint

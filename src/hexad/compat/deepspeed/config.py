@@ -1,4 +1,5 @@
-"""DeepSpeed's JSON, read and checked: nothing is ignored without notice. No torch."""
+"""DeepSpeed's JSON, read and checked: nothing is ignored without notice; a ``ConfigError`` names the first
+key that is unknown, malformed or does not fit others. No torch."""
 
 import json
 import logging
@@ -51,11 +52,7 @@ class CheckedConfig:
 
     @property
     def clip(self) -> float:
-        """The largest gradient norm; 0 for none.
-
-        Raises:
-            ConfigError: ``optimizer.params.max_grad_norm`` is no norm, or contradicts ``gradient_clipping``.
-        """
+        """The largest gradient norm; 0 for none."""
         params = {} if self.keys.optimizer is None else self.keys.optimizer.params
         limit = params.get("max_grad_norm")
         if limit is None:
@@ -114,11 +111,7 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_hjson(text: str, hook: Callable[[Any], Any], problem: HexadError) -> Any:
-    """The keys of a file with comments or trailing commas, as DeepSpeed reads it: Hjson.
-
-    Raises:
-        HexadError: it is no Hjson either, or the package that reads it is not installed.
-    """
+    """The keys of a file with comments or trailing commas, as DeepSpeed reads it: Hjson."""
     try:
         import hjson
     except ImportError:
@@ -222,11 +215,7 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
 
 
 def batch_sizes(keys: Keys, ranks: int) -> Batch:
-    """Batch sizes of which two infer the third; with one of the sizes alone, accumulation is 1.
-
-    Raises:
-        ConfigError: none is given, or they do not fit each other.
-    """
+    """Batch sizes of which two infer the third; with one of the sizes alone, accumulation is 1."""
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
     steps = keys.gradient_accumulation_steps
     if micro is None:
@@ -301,9 +290,6 @@ def checked(
     Args:
         prefix: of its keys' names in errors, with a dot at the end.
         strict: refuse unknown keys; otherwise warn about them.
-
-    Raises:
-        ConfigError: the first unknown or malformed key.
     """
     try:
         return section.model_validate(tree if strict else known(tree, section, prefix))

@@ -18,17 +18,17 @@ from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
 
-from ..facade import gathered, world
+from ..facade import world
 from ..facade.accumulation import Accumulation
-from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, OptimizerCalls, Parameters, refused, trained
+from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, refused, trained
 from .config import Batch, CheckedConfig, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .engine_checkpoints import EngineCheckpoints
 from .groups import PipelineGrid
-from .helpers import ThroughputTimer
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
-from .zero import mark_partitioned, read_empty
+from .utils import ThroughputTimer
+from .zero import mark_partitioned, read_empty, refuse_external, register
 
 log = logging.getLogger("hexad")
 
@@ -100,22 +100,18 @@ class DeepSpeedEngine(EngineCheckpoints):
         self._engine.gatherer.absent = read_empty
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
-        gathered.register(self._engine)
+        register(self._engine)
         if self._keeps_groups or self._engine.mesh.pipeline.size == 1:
             groups = self._engine.optimizer.rule.numbers()["groups"]
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
-        # With ZeRO 3 the optimizer's zero_grad discards more than the engine's, as in DeepSpeed.
-        discard = None if self.zero_optimization_stage() == 2 else self._discard
-        calls = OptimizerCalls(self._update_alone, discard)
-        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, calls)
+        methods = self._update_alone, self._optimizer_zero_grad
+        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, *methods)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
-        self._engine.gradients.extends = (
-            True  # losses of other engines may be differentiated through this one
-        )
+        self._engine.gradients.extends = True  # losses of other engines may be differentiated through it
         object.__setattr__(module, "zero_grad", ModuleZeroGrad(module, self.zero_grad))
         self.tput_timer, self.grid = ThroughputTimer(), PipelineGrid(self._engine.mesh)
         self._accumulation = Accumulation(self._engine)
@@ -195,8 +191,12 @@ class DeepSpeedEngine(EngineCheckpoints):
         if keys.fp16.enabled and keys.fp16.auto_cast:
             inputs, named = cast_tensors(inputs, torch.float16), cast_tensors(named, torch.float16)
         kind = getattr(torch, keys.torch_autocast.dtype)
-        with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
-            return self._module(*inputs, **named)
+        self._engine.gatherer.absent = refuse_external
+        try:
+            with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
+                return self._module(*inputs, **named)
+        finally:
+            self._engine.gatherer.absent = read_empty
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add this microbatch's gradients to those of the step.
@@ -230,6 +230,10 @@ class DeepSpeedEngine(EngineCheckpoints):
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
         3, as in DeepSpeed. Not needed otherwise: a step begins without gradients."""
         if self.zero_optimization_stage() < 2:
+            self._discard()
+
+    def _optimizer_zero_grad(self) -> None:
+        if self.zero_optimization_stage() != 2:  # it discards more than the engine's, as in DeepSpeed
             self._discard()
 
     def _discard(self) -> None:
@@ -295,7 +299,7 @@ class DeepSpeedEngine(EngineCheckpoints):
         """Reduce, clip and update, at the boundary of accumulation; otherwise count.
 
         Raises:
-            HexadError: without a backward pass before, inside :meth:`no_sync`, or in fp16 if the
+            HexadError: without a backward pass before, inside :meth:`no_sync`, or in fp16 with ZeRO if the
                 smallest loss scale overflows.
         """
         self._needs_optimizer("step")
@@ -353,8 +357,9 @@ class DeepSpeedEngine(EngineCheckpoints):
 
     def _skipped(self) -> None:
         self.skipped_steps += 1
-        scaler = self._engine.scaler
-        if scaler.active and scaler.exhausted and not self._config.keys.fp16.loss_scale:
+        scaler, dynamic = self._engine.scaler, not self._config.keys.fp16.loss_scale
+        # Stage 0 of DeepSpeed keeps the smallest scale.
+        if scaler.active and dynamic and scaler.exhausted and self.zero_optimization():
             raise HexadError(
                 f"fp16: found gradients that are not finite at the smallest loss scale, {scaler.scale:g}; "
                 "check the data, lower the learning rate, or use bf16"
@@ -489,8 +494,7 @@ class DeepSpeedEngine(EngineCheckpoints):
         "offload_states", "state stays where it is; use zero_optimization.offload_optimizer"
     )
 
-    def empty_partition_cache(self) -> None:
-        """No effect: complete values of sharded parameters are released after use."""
-
     def destroy(self) -> None:
-        """No effect: an engine is freed when nothing refers to it."""
+        """No effect: an engine is freed when nothing refers to it, and complete values after use."""
+
+    empty_partition_cache = destroy

@@ -58,17 +58,13 @@ class EngineCheckpoints(nn.Module):
     def _progress(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(client_state, Mapping):
             raise HexadError(f"client_state: found a {type(client_state).__name__}, expected a dictionary")
-        scheduler = self.lr_scheduler
-        return {
-            **self._engine.progress(),
-            "deepspeed": {
-                "counters": {name: getattr(self, name) for name in COUNTERS},
-                "scheduler": None
-                if scheduler is None
-                else tags.encoded(scheduler.state_dict(), "lr_scheduler"),
-                "client_state": tags.encoded(dict(client_state), "client_state"),
-            },
+        schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        kept = {
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "scheduler": None if schedule is None else tags.encoded(schedule, "lr_scheduler"),
+            "client_state": tags.encoded(dict(client_state), "client_state"),
         }
+        return {**self._engine.progress(), "deepspeed": kept}
 
     def load_checkpoint(
         self,
@@ -110,12 +106,11 @@ class EngineCheckpoints(nn.Module):
         if path is None:
             return None, None
         optimizer = load_optimizer_states and not load_module_only
-        lenient = "load_module_strict=False"
-        progress = tags.load(self._engine, path, optimizer, load_module_strict, lenient)
+        progress = tags.load(self._engine, path, optimizer, load_module_strict)
         kept = progress.get("deepspeed", {})
         if not load_module_only:
             self._restore_counts(progress, kept)
-        self._accumulation.passes = 0
+        self._accumulation.finish()
         self._begin()  # accumulated gradients are discarded
         self.micro_steps -= self.micro_steps % self._config.batch.accumulation
         schedule = load_lr_scheduler_states and not load_module_only
@@ -138,7 +133,7 @@ class EngineCheckpoints(nn.Module):
     ) -> bool:
         """Write the module's ``state_dict``, in the format that it computes in, to one file, on the first
         rank; a name ending in ``.safetensors`` writes that format. All ranks together."""
-        state = self._state_dict(exclude_frozen_parameters, first_only=True)
+        state = self._engine.state_dict(exclude_frozen_parameters, first_only=True)
         return tags.save_model(state, save_dir, save_filename, self._engine.mesh)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
@@ -147,18 +142,15 @@ class EngineCheckpoints(nn.Module):
         Raises:
             HexadError: with tensor or pipeline ranks, none of which has the complete module.
         """
-        return self._state_dict(exclude_frozen_parameters)
+        return self._engine.state_dict(exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor] | None:
         """The module's complete ``state_dict`` on the first rank; None on others. transformers and accelerate
         call it by this name."""
-        state = self._state_dict(exclude_frozen_parameters, first_only=True)
+        state = self._engine.state_dict(exclude_frozen_parameters, first_only=True)
         return None if self._engine.mesh.rank else state
-
-    def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, Tensor]:
-        return self._engine.state_dict(exclude_frozen, first_only)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether complete weights can be gathered: always."""

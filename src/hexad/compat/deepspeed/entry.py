@@ -17,24 +17,22 @@ from hexad.topology.mesh import Mesh
 
 from ..facade import world
 from .config import CheckedConfig, effective, read_config
-from .constants import ADAM_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER
 from .engine import DeepSpeedEngine
 from .keys import Keys
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
 
-__all__ = [
-    "ADAM_OPTIMIZER",
-    "LAMB_OPTIMIZER",
-    "ONEBIT_ADAM_OPTIMIZER",
-    "ONEBIT_LAMB_OPTIMIZER",
-    "DeepSpeedConfig",
-    "add_config_arguments",
-    "init_distributed",
-    "initialize",
-]
-
 log = logging.getLogger("hexad")
+
+# Constants of ``constants``, ``launcher.runner`` and ``runtime.config``
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=10)
+CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "adagrad"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "onebitadam", "onebitlamb"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
 
 
 def initialize(
@@ -87,8 +85,6 @@ def initialize(
     source = _source(args, config, config_params)
     device = world.join()
     kind, mesh = _kind(model, device)
-    if kind is DeepSpeedEngine:
-        _check_model_parallel(mpu, mesh_param)
     data_ranks = mesh.data.size
     checked = agreed(lambda: read_config(source, data_ranks, strict), mesh.world)
     keys = checked.keys
@@ -97,7 +93,7 @@ def initialize(
         raise ConfigError(
             "data_parallel_size", f"found {keys.data_parallel_size} in a world of {data_ranks} data ranks"
         )
-    _check_degrees(keys, mesh.tensor.size if isinstance(model, Transformer) else None)
+    _check_degrees(keys, mesh.tensor.size if isinstance(model, Transformer) else None, mpu, mesh_param)
     engine = kind(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
@@ -143,30 +139,23 @@ def _kind(model: nn.Module, device: torch.device) -> tuple[type[DeepSpeedEngine]
     return DeepSpeedEngine, world.mesh_of(device)
 
 
-def _check_degrees(keys: Keys, tensor: int | None) -> None:
-    """Refuse degrees other than the model's; ``tensor`` is that of a ``GPTModel``."""
+def _check_degrees(keys: Keys, tensor: int | None, mpu: Any, mesh_param: Any) -> None:
+    """Refuse degrees other than the model's; ``tensor`` is that of a ``GPTModel``; its ``mpu`` fits."""
     what = "a user-defined module is not divided" if tensor is None else "the GPTModel is not divided so"
-    for name, degree, has in (
+    degrees = [
         ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size, tensor or 1),
         ("sequence_parallel_size", keys.sequence_parallel_size, 1),
-    ):
+        ("mesh_param[1]", 1 if mesh_param is None else int(mesh_param[1]), 1),
+    ]
+    names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    for name in names if tensor is None else ():
+        degrees += [(f"mpu.{name}()", int(getattr(mpu, name)()), 1)] if hasattr(mpu, name) else []
+    for name, degree, has in degrees:
         if degree > 1 and degree != has:
             raise HexadError(
                 f"{name}: found {degree}, but {what}; use {has}, or hexad train with one of Hexad's models "
                 "(hexad config from-deepspeed)"
             )
-
-
-def _check_model_parallel(mpu: Any, mesh_param: Any) -> None:
-    """Refuse model-parallel and sequence ranks around a user-defined module."""
-    names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
-    degrees = [int(getattr(mpu, name)()) for name in names if hasattr(mpu, name)]
-    degree = max(*degrees, 1, 1 if mesh_param is None else int(mesh_param[1]))
-    if degree > 1:
-        raise HexadError(
-            f"initialize: found {degree} model-parallel or sequence ranks, but a user-defined module is the "
-            "same on all ranks; use one of Hexad's models for these"
-        )
 
 
 def init_distributed(

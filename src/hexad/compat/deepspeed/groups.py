@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from hexad.config import HexadError
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 from ..facade import world
 
@@ -21,15 +21,8 @@ _AXES = {
     "pipe_parallel": "pipeline",
     "pipeline_model_parallel": "pipeline",
 }
-"""DeepSpeed's words for an axis."""
-
-_FACTS: dict[str, Callable[[Axis], Any]] = {
-    "group": lambda axis: world.group_of(axis),
-    "rank": lambda axis: axis.rank,
-    "world_size": lambda axis: axis.size,
-    "group_ranks": lambda axis: list(axis.ranks),
-    "src_rank": lambda axis: axis.ranks[0],
-}
+_FACTS = {"group": "group", "rank": "rank", "world_size": "size", "group_ranks": "ranks", "src_rank": "first"}
+"""DeepSpeed's words for an axis, and for a fact of :data:`~hexad.compat.facade.world.FACTS`."""
 
 
 def accessor(name: str, mesh: Callable[[], Mesh]) -> Callable[[], Any]:
@@ -43,7 +36,7 @@ def accessor(name: str, mesh: Callable[[], Mesh]) -> Callable[[], Any]:
         raise AttributeError(
             f"there is no {name!r}: get_AXIS_FACT, with {', '.join(_AXES)}; {', '.join(_FACTS)}"
         )
-    axis, read = _AXES[match[1]], _FACTS[match[2]]
+    axis, read = _AXES[match[1]], world.FACTS[_FACTS[match[2]]]
     return lambda: read(mesh().axes[axis])
 
 
@@ -69,17 +62,11 @@ class PipelineGrid:
         self.pipe_parallel_size, self.data_parallel_size = mesh.pipeline.size, mesh.data.size
         self.model_parallel_size = mesh.tensor.size
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == mesh.pipeline.size - 1
+        self.get_stage_id = self.get_pipe_parallel_rank
+        self.get_data_parallel_id = self.get_data_parallel_rank
 
     def __getattr__(self, name: str) -> Any:
         return accessor(name, lambda: self._mesh)
-
-    def get_stage_id(self) -> int:
-        """This rank's place in the pipeline."""
-        return self.stage_id
-
-    def get_data_parallel_id(self) -> int:
-        """This rank's place among data ranks."""
-        return self.data_parallel_id
 
     def get_global_rank(self) -> int:
         """This rank's number."""
@@ -124,7 +111,7 @@ class ProcessTopology:
     def filter_match(self, **places: int) -> list[int]:
         """The ranks whose places agree with some axes."""
         wanted = places.items()
-        return [rank for at, rank in self.mapping.items() if all(getattr(at, k) == v for k, v in wanted)]
+        return [rank for at, rank in self.mapping.items() if wanted <= at._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks with a place along an axis."""

@@ -24,11 +24,7 @@ _LATEST = ("latest", "latest_universal")
 
 
 def tag_directory(source: Path) -> Path:
-    """The directory with a checkpoint's files: the one that ``latest`` in ``source`` names, or ``source``.
-
-    Raises:
-        HexadError: it does not exist, or ``latest`` is no name.
-    """
+    """The directory with a checkpoint's files: the one that ``latest`` in ``source`` names, or ``source``."""
     if not source.is_dir():
         problem = "is a file" if source.exists() else "no such directory"
         raise HexadError(f"{source}: {problem}; expected the directory of a DeepSpeed checkpoint")

@@ -19,14 +19,7 @@ from .keys import Keys
 from .keys import Optimizer as OptimizerKeys
 from .lr_schedules import SCHEDULES
 
-_DROPPED = (
-    "max_grad_norm",
-    "torch_adam",
-    "adam_w_mode",
-    "fp32_optimizer_states",
-    "freeze_step",
-    "cuda_aware",
-)
+_DROPPED = "max_grad_norm torch_adam adam_w_mode fp32_optimizer_states freeze_step cuda_aware".split()
 _MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD")
 """Optimizers of DeepSpeed that ``torch.optim`` lacks, or defines differently."""
 
@@ -138,15 +131,8 @@ def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimi
 def check_names(
     field: str, params: Mapping[str, Any], kind: Callable[..., Any], name: str, others: Iterable[str] = ()
 ) -> None:
-    """Refuse parameters of the section ``field`` that ``kind`` does not take after a first argument.
-
-    Args:
-        name: of ``kind``.
-        others: that are accepted too.
-
-    Raises:
-        ConfigError: the first such parameter.
-    """
+    """Refuse parameters of the section ``field`` that ``kind``, or ``name``, takes neither after its first
+    argument nor among ``others``."""
     taken = [*list(signature(kind).parameters)[1:], *others]
     for key in params:
         if key not in taken:
@@ -191,13 +177,9 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
 def client_optimizer(
     module: nn.Module, keys: Keys, given: Any, parameters: Parameters | None, keeps_groups: bool
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a script, or that its configuration names; None if there is neither. Arguments are
-    those of :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
-
-    Raises:
-        ConfigError: it may not be elementwise, and cannot be sharded.
-        HexadError: it is neither, or has a parameter twice.
-    """
+    """The optimizer of a script, or that its configuration names; None if there is neither. Arguments and
+    errors are those of :func:`~hexad.compat.facade.optimizer.adopted_optimizer`; what may not be elementwise
+    cannot be sharded."""
     if given is None:
         if keys.optimizer is None:
             return None

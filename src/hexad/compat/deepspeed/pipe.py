@@ -154,14 +154,13 @@ class PipelineModule(nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise HexadError("PipelineModule: found neither num_stages nor topology; pass one of them")
-        numbers = {"num_stages": num_stages, "activation_checkpoint_interval": activation_checkpoint_interval}
-        for name, value in numbers.items():
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise HexadError(f"{name}: found {value!r}, expected a number of at least 0")
+        interval = activation_checkpoint_interval
+        if not isinstance(interval, int) or interval < 0:
+            raise HexadError(f"activation_checkpoint_interval: found {interval!r}, expected 0 or more")
         if schedule == "auto":
             raise HexadError("schedule: found auto, which is not for lists of layers; name one, such as 1f1b")
         self.specs, self.loss_fn = list(layers), loss_fn
-        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_interval = interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         self.num_stages = stages_of(topology) if num_stages is None else num_stages
@@ -182,10 +181,10 @@ class PipelineModule(nn.Module):
 
     def _check_world(self) -> None:
         ranks = world.world_size()
-        if self.num_stages < 1 or ranks % self.num_stages:
+        if not isinstance(self.num_stages, int) or self.num_stages < 1 or ranks % self.num_stages:
             fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
             raise HexadError(
-                f"PipelineModule: found num_stages {self.num_stages} in a world of {ranks} ranks; use one of "
+                f"num_stages: found {self.num_stages!r} in a world of {ranks} ranks; use one of "
                 f"{', '.join(map(str, fitting))}"
             )
 

@@ -1,5 +1,8 @@
 """The content of a DeepSpeed checkpoint, under the names of the module's parameters; and the reading of
-checkpoints without ZeRO, which have one file and an optimizer state without names."""
+checkpoints without ZeRO, which have one file and an optimizer state without names.
+
+A file that is missing, damaged, incomplete or of another checkpoint is a ``HexadError`` that names it.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +78,7 @@ class SavedTensor:
         return torch.Size(self.shape).numel()
 
     def check(self, name: str) -> None:
-        """Check that its pieces have as many values as its shape.
-
-        Raises:
-            HexadError: they do not, naming the file.
-        """
+        """Check that its pieces have as many values as its shape."""
         count = sum(piece.numel() for piece in self.pieces)
         if count != self.numel:
             raise HexadError(
@@ -88,11 +87,7 @@ class SavedTensor:
             )
 
     def read(self, name: str) -> Tensor:
-        """Read all values, in the tensor's shape.
-
-        Raises:
-            HexadError: the module has another weight than its master.
-        """
+        """Read all values, in the tensor's shape."""
         whole = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces or (torch.empty(0),))
         values = whole.view(self.shape)
         if self.rounded is not None:
@@ -131,11 +126,7 @@ class SavedState:
     lacking: str = ""
 
     def check(self) -> None:
-        """Check sizes, before anything is read.
-
-        Raises:
-            HexadError: naming the file and tensor that is incomplete.
-        """
+        """Check sizes, before anything is read."""
         for kind, tensors in {"weight": self.weights, **self.moments}.items():
             for name, tensor in tensors.items():
                 tensor.check(name if kind == "weight" else f"{kind} of {name}")
@@ -157,11 +148,7 @@ def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def entry(content: Any, path: Path, key: str, kind: type | tuple[type, ...]) -> Any:
-    """The value under a key of a file's dictionary.
-
-    Raises:
-        HexadError: there is none, or one of another kind.
-    """
+    """The value under a key of a file's dictionary."""
     value = content.get(key) if isinstance(content, Mapping) else None
     if not isinstance(value, kind):
         raise HexadError(f"{path}: {key} is missing or of another kind; this is no checkpoint of DeepSpeed")
@@ -194,9 +181,6 @@ def progress(
         model, path: the content of a ``*model_states.pt``, and its path.
         updates: from :func:`adam_step`, of all files.
         optimizer: DeepSpeed's state of it.
-
-    Raises:
-        HexadError: the files are of different steps.
     """
     counters = {key: _number(entry(model, path, key, (int, Tensor))) for key in COUNTERS}
     step, samples, skipped = counters.values()
@@ -270,9 +254,6 @@ class _Names:
             group: number of the group.
             shape: of the parameter; None where it is the beginning of a vector of several.
             master: its master weights, or that vector; None where the module's own are.
-
-        Raises:
-            _Ambiguous: none fits, or some of different sizes.
         """
         names = [name for name, tensor in self._parameters.items() if _fits(tensor, shape, master)]
         left = [name for name in names if name not in self._groups]
@@ -285,11 +266,7 @@ class _Names:
         return left[0]
 
     def check(self) -> None:
-        """Check that all parameters that look alike are of one group.
-
-        Raises:
-            _Ambiguous: they are not.
-        """
+        """Check that all parameters that look alike are of one group."""
         for group, names in self._candidates:
             for name in names:
                 if self._groups.get(name) != group:
@@ -310,11 +287,7 @@ def _fits(tensor: Tensor, shape: torch.Size | None, master: Tensor | None) -> bo
 
 
 def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> SavedState:
-    """The state of a run without ZeRO, whose one file, ``mp_rank_00_model_states.pt``, holds ``model``.
-
-    Raises:
-        HexadError: it is not of DeepSpeed.
-    """
+    """The state of a run without ZeRO, whose one file, ``mp_rank_00_model_states.pt``, holds ``model``."""
     module: Mapping[str, Tensor] = entry(model, file, "module", Mapping)
     buffers = entry(model, file, "buffer_names", list)
     aliases = _aliases(module)
@@ -368,11 +341,7 @@ def _assigned(
     states: Mapping[int, Mapping[str, Any]],
     parameters: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor | None, dict[str, Tensor]]]:
-    """The name, master weights and moments, as vectors, of each parameter of the optimizer.
-
-    Raises:
-        _Ambiguous: they cannot be assigned.
-    """
+    """The name, master weights and moments, as vectors, of each parameter of the optimizer."""
     vectors, lists = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
     names = _Names(parameters)
     for number, group in enumerate(groups):

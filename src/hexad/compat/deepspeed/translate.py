@@ -1,4 +1,5 @@
-"""DeepSpeed's keys as Hexad's settings: of an engine around modules, or of a ``run.yaml``. No torch."""
+"""DeepSpeed's keys as Hexad's settings: of an engine around modules, or of a ``run.yaml``; a ``ConfigError``
+names a key that has no counterpart. No torch."""
 
 from inspect import signature
 from operator import attrgetter
@@ -71,11 +72,7 @@ def _parameters(schedule: type[LRSchedule]) -> type[Section]:
 
 
 def engine_config(config: CheckedConfig, gpu: bool, pipeline: int = 1) -> Config:
-    """The settings of an engine around modules; learning rates and decay are the optimizer's own.
-
-    Raises:
-        ConfigError: keys that cannot be honoured.
-    """
+    """The settings of an engine around modules; learning rates and decay are the optimizer's own."""
     _check_offload(config.keys, gpu)
     tree = shared_settings(config)
     tree["run"] = {"timeout": 1800.0}
@@ -110,9 +107,6 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> tuple[dict[str, 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     """The settings of a ``run.yaml`` except the optimizer's and the learning rate's; ``notes`` receives a
     line for every difference.
-
-    Raises:
-        ConfigError: keys that have no counterpart.
     """
     keys = config.keys
     _check_offload(keys, gpu=False)

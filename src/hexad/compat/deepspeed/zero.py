@@ -1,6 +1,7 @@
-"""``deepspeed.zero``: creating and reading modules whose parameters are sharded."""
+"""``deepspeed.zero``: creating, reading and changing modules whose parameters are sharded."""
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, StrEnum
 from functools import cache
@@ -10,22 +11,88 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from hexad.comm import broadcast
+from hexad.config import HexadError
+from hexad.engine.engine import Engine
+from hexad.parallel.data.buckets import Bucket
 from hexad.parallel.sharding import Guarded
 
-from ..facade.gathered import gathered_parameters as GatheredParameters
-from ..facade.gathered import owner_of
 from .config import read_json
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+_owners: Any = WeakTensorKeyDictionary()
+"""Parameter -> weak references to its engine and its bucket."""
+
+
+def register(engine: Engine) -> None:
+    """Record an engine as that of its parameters."""
+    for bucket in engine.buckets:
+        for declared in bucket.members:
+            _owners[declared.parameter] = weakref.ref(engine), weakref.ref(bucket)
+
+
+def owner_of(parameter: Tensor) -> tuple[Engine, Bucket] | None:
+    """The engine and the bucket that a parameter belongs to; None if there are none."""
+    references = _owners.get(parameter)
+    if references is None or references[0]() is None:
+        return None
+    return references[0](), references[1]()
+
+
+@contextmanager
+def GatheredParameters(
+    params: Tensor | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Complete values of parameters while inside; all ranks together.
+
+    Args:
+        params: of an engine; others are complete anyway.
+        modifier_rank: the rank whose changes are kept; None if there are none.
+        fwd_module: accepted without effect.
+        enabled: False does nothing.
+    """
+    if isinstance(params, nn.Module):
+        raise HexadError("GatheredParameters: found a module; pass module.parameters()")
+    wanted = [params] if isinstance(params, Tensor) else params
+    found = dict.fromkeys(owner for p in wanted if (owner := owner_of(p)) is not None) if enabled else {}
+    owners = sorted(found, key=lambda owner: owner[0].buckets.index(owner[1]))  # the same on all ranks
+    for engine, _ in owners if modifier_rank is not None else ():
+        mesh = engine.mesh
+        if mesh.tensor.size * mesh.pipeline.size > 1 or modifier_rank not in range(mesh.layout.world):
+            raise HexadError(
+                f"GatheredParameters: found modifier_rank {modifier_rank} in a world of {mesh.layout.world} "
+                "ranks; use one of them, and without tensor and pipeline ranks, which have other values"
+            )
+    for engine, bucket in owners:
+        engine.gatherer.acquire(bucket)
+    try:
+        yield
+    finally:
+        for engine, bucket in owners:
+            if modifier_rank is not None:
+                _adopt(bucket, engine, modifier_rank)
+            engine.gatherer.release(bucket)
+
+
+@torch.no_grad()
+def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
+    """Take over a rank's changes on all ranks."""
+    assert bucket.whole is not None
+    axis = engine.mesh.gradient_axis()
+    if axis.size > 1:
+        broadcast(bucket.whole, axis, axis.ranks.index(rank))
+    bucket.adopt()
+    bucket.publish()
 
 
 class ZeroParamStatus(Enum):
     """Whether a parameter's values are complete on this rank."""
 
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+    AVAILABLE, NOT_AVAILABLE, INFLIGHT = 1, 2, 3
 
 
 class Partitioned(nn.Parameter):
@@ -63,17 +130,11 @@ class Partitioned(nn.Parameter):
         return values[max(begin, 0) : max(begin + self.ds_numel, 0)]
 
 
-class OffloadDeviceEnum(StrEnum):
-    """Where state is offloaded to."""
-
-    none, cpu, nvme = "none", "cpu", "nvme"
-
-
-class OffloadStateTypeEnum(StrEnum):
-    """Kinds of state of ``engine.offload_states``, which is refused."""
-
-    optim_states, hp_params, lp_params = "optim_states", "hp_params", "lp_params"
-    lp_grads, contiguous_grad_buffer = "lp_grads", "contiguous_grad_buffer"
+# Where state is offloaded to, and kinds of state of ``engine.offload_states``, which is refused
+OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", "none cpu nvme")
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
+)
 
 
 _numbers = count()
@@ -98,6 +159,14 @@ def mark_partitioned(module: nn.Module) -> None:
 def read_empty(parameter: Tensor) -> Tensor:
     """What is read of a parameter that is not gathered: an empty tensor, as in DeepSpeed."""
     return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def refuse_external(parameter: Tensor) -> Tensor:
+    """What is read of a parameter that is not gathered, in a forward pass: an error."""
+    raise HexadError(
+        f"parameter of shape {tuple(parameter.shape)}: read by a module that does not hold it (ZeRO 3); call "
+        "deepspeed.zero.register_external_parameter(module, parameter) before initialize"
+    )
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
@@ -145,9 +214,11 @@ def Init(
     source = config_dict_or_path if config_dict_or_path is not None else config
     if dtype is None and source is not None:
         tree = read_json(source)
-        for names, kind in ((("fp16",), torch.float16), (("bf16", "bfloat16"), torch.bfloat16)):
-            if any((tree.get(name) or {}).get("enabled") is True for name in names):
-                dtype = kind
+        kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+        for name, kind in kinds.items():
+            section = tree.get(name)
+            if isinstance(section, Mapping) and section.get("enabled") is True:
+                dtype = kind  # what is wrong in the configuration is reported by initialize
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

@@ -3,7 +3,8 @@ which has a directory of files for each trained parameter.
 
 In stages 1 and 2 a parameter group is one vector, of which each rank holds a part. In stage 3 each parameter
 is split over the ranks, and a rank's parts of a group are one vector. ``param_shapes`` gives names and shapes
-in the order of the values; padding follows each parameter (where it is aligned) and the vector.
+in the order of the values; padding follows each parameter (where it is aligned) and the vector. Errors are
+those of :mod:`.saved_state`; states of model-parallel runs, of experts and of NVMe offload are refused.
 """
 
 import math
@@ -44,12 +45,7 @@ Shard = Mapping[str, Any]
 
 
 def read_zero(directory: Path) -> SavedState:
-    """The state in a tag's directory.
-
-    Raises:
-        HexadError: a file is missing, damaged or of another checkpoint; or the state is that of a
-            model-parallel run, of experts, or of NVMe offload.
-    """
+    """The state in a tag's directory."""
     for path in sorted(directory.iterdir()):
         if _PARALLEL.fullmatch(path.name):
             raise _model_parallel(path)
@@ -66,11 +62,7 @@ def read_zero(directory: Path) -> SavedState:
 
 
 def model_files(directory: Path) -> tuple[list[Path], bool]:
-    """The files with the module's state, by rank, and whether each has a part of it (stage 3).
-
-    Raises:
-        HexadError: one is missing, or they are those of a model-parallel run or of several checkpoints.
-    """
+    """The files with the module's state, by rank, and whether each has a part of it (stage 3)."""
     sharded, complete = _by_rank(directory, _MODEL), _by_rank(directory, _COMPLETE_MODEL)
     if sharded and complete:
         raise HexadError(f"{sharded[0]}: found beside {complete[0].name}; {_MIXED}")
@@ -313,11 +305,7 @@ FOLDER = "zero"
 
 
 def read_universal(directory: Path) -> SavedState:
-    """The state in a directory that DeepSpeed's ``ds_to_universal`` wrote.
-
-    Raises:
-        HexadError: a file is missing or damaged, or the model's states are those of a model-parallel run.
-    """
+    """The state in a directory that DeepSpeed's ``ds_to_universal`` wrote."""
     model, folder = _Model(directory, *model_files(directory)), directory / FOLDER
     wanted = {name: shape for group in model.groups for name, shape in group.items()}
     weights = {name: _tensor(folder, name, "fp32", shape) for name, shape in wanted.items()}

@@ -41,19 +41,14 @@ class Accumulation:
         return self._engine.gradients.contributed
 
     def begin(self, limit: int | None) -> None:
-        """Accept gradients from now on; what was accumulated is discarded.
-
-        Args:
-            limit: passes after which buckets are reduced; more are possible. None: only the update reduces.
-        """
+        """Accept gradients from now on; what was accumulated is discarded. Buckets are reduced after
+        ``limit`` passes, though more are possible; None: by the update only."""
         self._limit = limit if self.synchronised else None
         self._engine.begin(self._limit)
 
     def backward(self, loss: Tensor, divisor: int = 1, retain_graph: bool = False) -> Tensor:
-        """Differentiate a loss over ``divisor``, multiplied by the engine's loss scale.
-
-        Returns:
-            the loss over ``divisor``, without its graph.
+        """Differentiate a loss over ``divisor``, multiplied by the engine's loss scale; returns the loss over
+        ``divisor``, without its graph.
 
         Raises:
             HexadError: it is no scalar with a graph.

@@ -1,8 +1,9 @@
 """``import SYSTEM`` in scripts and libraries that cannot be changed: the modules that they import, and the
-package that they look for, by Python's import and metadata protocols."""
+package that they look for, by Python's import and metadata protocols; and the run of such a script."""
 
+import runpy
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
 from pathlib import Path
@@ -32,8 +33,7 @@ class Finder(DistributionFinder):
     def __init__(self, name: str, version: str) -> None:
         self._name, self._version = name, version
 
-    @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Find no module: see the class."""
 
     def find_distributions(
@@ -53,13 +53,8 @@ def announce(name: str, version: str) -> None:
 
 
 def refused_name(full: str, why: str) -> type:
-    """A class in place of a name that Hexad lacks, whose call is an error; ``isinstance``, annotations and
-    base classes can name it.
-
-    Args:
-        full: the name, with the system's.
-        why: what to do instead.
-    """
+    """A class in place of a name that Hexad lacks, whose call is an error that says what to do instead;
+    ``isinstance``, annotations and base classes can name it."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise HexadError(f"{full}: not supported: {why}")
@@ -110,3 +105,16 @@ def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, st
             setattr(parent, part, sys.modules[path])
         parent = sys.modules[path]
     return parent, f"{path}.{last}"
+
+
+def run_script(install: Callable[[], None], command: Sequence[str], as_module: bool = False) -> None:
+    """Run a script, or a module by name, as Python's command line does, after ``install()``; ``command`` has
+    its arguments too."""
+    install()
+    sys.argv = list(command)
+    if as_module:
+        sys.path.insert(0, "")
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    runpy.run_path(command[0], run_name="__main__")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,11 @@ if TYPE_CHECKING:
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 """What ``torch.optim`` takes: parameters, or groups of them."""
+Method = Callable[[], None]
 
 
 def refused(call: str, why: str) -> Callable[..., Any]:
-    """A method of another system that an engine cannot have.
-
-    Args:
-        call: as scripts write it.
-        why: what to call instead.
-    """
+    """A method ``call`` of another system that an engine cannot have; ``why`` says what to call instead."""
 
     def method(self: Any, *_: Any, **__: Any) -> Any:
         raise HexadError(f"{call}: {why}")
@@ -87,11 +82,7 @@ def adopted_optimizer(
 
 
 def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """A script's learning-rate schedule of an adopted optimizer.
-
-    Args:
-        given: a scheduler, or a function of the optimizer that returns one.
-        optimizer: the inner one, whose steps torch's schedulers count.
+    """A script's learning-rate schedule of an adopted optimizer, or what its function returns for that.
 
     Raises:
         HexadError: it is neither, or would set the rates of another optimizer.
@@ -110,49 +101,30 @@ def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> An
     return scheduler
 
 
-@dataclass(frozen=True)
-class OptimizerCalls:
-    """Methods of whoever holds an :class:`EngineOptimizer`.
-
-    Attributes:
-        step: reduces gradients and updates.
-        discard: discards the gradients accumulated so far; None where ``zero_grad`` has no effect.
-    """
-
-    step: Callable[[], None]
-    discard: Callable[[], None] | None
-
-
 class ModuleZeroGrad:
-    """``zero_grad`` of a script's module: its gradients are in an engine. Copies of the module have torch's.
+    """``zero_grad`` of a script's module, whose accumulated gradients an engine's method discards."""
 
-    Args:
-        module: the script's.
-        discard: a method that discards the gradients accumulated so far.
-    """
-
-    def __init__(self, module: nn.Module, discard: Callable[[], None] | None) -> None:
-        self._module = weakref.ref(module)
-        self._discard = None if discard is None else weakref.WeakMethod(discard)
+    def __init__(self, module: nn.Module, discard: Method) -> None:
+        self._module, self._discard = weakref.ref(module), weakref.WeakMethod(discard)
 
     def __call__(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated so far, and other tensors' ``grad``."""
-        module, discard = self._module(), None if self._discard is None else self._discard()
+        module = self._module()
         if module is not None:
             type(module).zero_grad(module, set_to_none)
-        if discard is not None:
-            discard()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleZeroGrad:
-        return ModuleZeroGrad(memo[id(self._module())], None)
+        _call(self._discard)
 
     def __reduce__(self) -> Any:
-        return _no_effect, ()
+        """Copies of the module have torch's method."""
+        module: Any = self._module()
+        return partial, (type(module).zero_grad, module)
 
 
-def _no_effect() -> Any:
-    """``zero_grad`` of a module that was pickled."""
-    return partial(nn.Module.zero_grad, nn.Module())
+def _call(method: weakref.WeakMethod[Method]) -> None:
+    """Call a method of an engine that still exists: references to it would be cycles."""
+    bound = method()
+    if bound is not None:
+        bound()
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -161,21 +133,21 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the inner one.
         engine: that steps it.
-        calls: methods of whoever holds this optimizer.
+        step: a method that reduces gradients and updates.
+        discard: a method that discards the gradients accumulated so far.
 
     Attributes:
         optimizer: the inner one; its parameters are master values.
         overflow: the last step was skipped: its gradients were not finite.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, calls: OptimizerCalls) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, step: Method, discard: Method
+    ) -> None:
         # Not the base class's: groups and state are those of the inner optimizer.
-        self.optimizer, self._engine = optimizer, engine
-        self._step = weakref.WeakMethod(calls.step)
-        self._discard = None if calls.discard is None else weakref.WeakMethod(calls.discard)
-        self.defaults = optimizer.defaults
-        self.overflow = False
-        self._global_grad_norm = 0.0
+        self.optimizer, self._engine, self.defaults = optimizer, engine, optimizer.defaults
+        self._step, self._discard = weakref.WeakMethod(step), weakref.WeakMethod(discard)
+        self.overflow, self._global_grad_norm = False, 0.0
 
     param_groups = property(attrgetter("optimizer.param_groups"))
     state = property(attrgetter("optimizer.state"))
@@ -187,6 +159,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     load_state_dict = refused("optimizer.load_state_dict", "state is sharded; use engine.load_checkpoint")
+    add_param_group = refused(
+        "optimizer.add_param_group", "found after initialize, which shards the state; call it before"
+    )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Reduce the gradients accumulated so far and update, without a learning-rate schedule; all ranks
@@ -197,15 +172,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise HexadError("optimizer.step: found a closure; call backward before, and step without it")
-        if (step := self._step()) is not None:
-            step()
+        _call(self._step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
         in DeepSpeed. Not needed otherwise: a step begins without gradients."""
-        discard = None if self._discard is None else self._discard()
-        if discard is not None:
-            discard()
+        _call(self._discard)
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"

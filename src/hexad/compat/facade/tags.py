@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import first_difference, from_first, merged
-from hexad.config import AgreedError, HexadError
+from hexad.config import AgreedError, HexadError, one_line
 from hexad.dataset.files import sync_directory, write_durably
 from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Axis, Mesh
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from hexad.engine.engine import Engine
 
 log = logging.getLogger("hexad")
-
-Explain = Callable[[Path], str | None]
 
 
 class TagDirectory(CheckpointDirectory):
@@ -86,12 +85,8 @@ def save(
     name_latest: bool = True,
     exclude_frozen: bool = False,
 ) -> None:
-    """Write weights and optimizer state to ``directory/tag``, all ranks together.
-
-    Args:
-        progress: the engine's, and what an interface adds to it.
-        name_latest: write the tag to ``latest``.
-        exclude_frozen: leave out parameters that are not trained.
+    """Write weights, optimizer state and progress to ``directory/tag``, all ranks together; with
+    ``exclude_frozen`` no parameters that are not trained.
 
     Raises:
         AgreedError: it cannot be written.
@@ -106,16 +101,13 @@ def save(
     checkpointer.close()
 
 
-def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str) -> dict[str, Any]:
-    """Load weights and, if wanted, optimizer state from one checkpoint; all ranks together.
+def load(engine: Engine, path: Path, optimizer: bool, strict: bool) -> dict[str, Any]:
+    """Load weights and, if wanted, optimizer state from one checkpoint, all ranks together; returns its
+    progress.
 
     Args:
         strict: refuse a checkpoint that lacks tensors of the module, or has others. Otherwise these are
             unchanged or ignored, and a warning names them.
-        lenient: how a script turns ``strict`` off, for the message.
-
-    Returns:
-        its progress.
 
     Raises:
         AgreedError: it is damaged, or of another module.
@@ -126,7 +118,7 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
     if resumes and isinstance(engine.optimizer.rule, TorchOptimizer):
         engine.optimizer.rule.check(manifest.progress.get("optimizer", {}))
-    lacking = _lacking(engine, path, manifest, strict, lenient)
+    lacking = _lacking(engine, path, manifest, strict)
     load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
     if resumes:
         engine.restored(manifest.progress)
@@ -136,14 +128,10 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str
 
 
 def find(
-    directory: str | os.PathLike[str], tag: str | None, explain: Explain = lambda path: None
+    directory: str | os.PathLike[str], tag: str | None, explain: Callable[[Path], str | None]
 ) -> Path | None:
-    """The checkpoint of a tag, or the latest; None without a file ``latest``.
-
-    Args:
-        directory: that was saved to.
-        tag: of the checkpoint; None: the latest.
-        explain: what a directory without a manifest holds instead, and what to do with it, if it is known.
+    """The checkpoint of a tag, by default the latest; None without a file ``latest``. ``explain`` says what a
+    directory without a manifest holds instead, and what to do with it, if it knows.
 
     Raises:
         HexadError: it is a file, or there is none of that tag.
@@ -164,14 +152,8 @@ def find(
 
 
 def common(tag: str, axis: Axis, validation: str) -> str:
-    """The first rank's tag; all ranks together.
-
-    Args:
-        validation: what happens where another rank's differs: ``Ignore``, ``Warn`` or ``Fail``.
-
-    Raises:
-        AgreedError: it differs.
-    """
+    """The first rank's tag; all ranks together. Where another rank's differs, ``validation`` says whether to
+    ``Ignore`` that, to ``Warn`` or to ``Fail``."""
     first = from_first(lambda: tag, axis)
     difference = first_difference(tag, axis) if validation != "Ignore" else None
     if difference is not None:
@@ -184,7 +166,7 @@ def common(tag: str, axis: Axis, validation: str) -> str:
     return first
 
 
-def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenient: str) -> set[str]:
+def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> set[str]:
     """Names of the module's tensors that a checkpoint does not have, the same on all ranks."""
     own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
     held = merged(own, engine.mesh.world, set.union)
@@ -196,7 +178,7 @@ def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenie
     ]
     text = f"{path}: found a checkpoint of another module ({'; '.join(problems)})"
     if problems and strict:
-        raise AgreedError(f"{text}; load it into the same module, or with {lenient}")
+        raise AgreedError(f"{text}; load it into the same module, or with load_module_strict=False")
     if problems and not engine.mesh.rank:
         log.warning("%s; what is missing stays as it is, what is unexpected is ignored", text)
     return {name.removeprefix("model.") for name in held - stored}
@@ -212,13 +194,12 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[st
     if optimizer and isinstance(engine.optimizer.rule, TorchOptimizer):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
-    wanted = []
-    for chunk in engine.chunks():
-        weight = chunk.name.startswith("model.")
-        name = chunk.name.split(".", 1 if weight else 2)[-1]
-        if name not in lacking and (optimizer or weight):
-            wanted.append(chunk)
-    return wanted
+
+    def wanted(name: str) -> bool:
+        weight = name.startswith("model.")
+        return (optimizer or weight) and name.split(".", 1 if weight else 2)[-1] not in lacking
+
+    return [chunk for chunk in engine.chunks() if wanted(chunk.name)]
 
 
 def encoded(state: Any, what: str) -> dict[str, Any]:
@@ -227,11 +208,9 @@ def encoded(state: Any, what: str) -> dict[str, Any]:
     Raises:
         HexadError: it holds objects other than numbers, texts, tensors and containers of these.
     """
-    try:
+    with suppress(TypeError, ValueError):
         if json.loads(json.dumps(state)) == state:
             return {"json": state}
-    except (TypeError, ValueError):
-        pass
     file = io.BytesIO()
     try:
         torch.save(state, file)
@@ -299,5 +278,5 @@ def save_model(state: Mapping[str, Tensor], directory: str, name: str, mesh: Mes
     try:
         from_first(write, mesh.world)
     except OSError as error:
-        raise AgreedError(f"{directory}: {name} cannot be written: {error}") from error
+        raise AgreedError(f"{directory}: {name} cannot be written: {one_line(error)}") from error
     return True

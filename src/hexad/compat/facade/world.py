@@ -5,6 +5,8 @@ call a function that does so. Process groups are created once per layout.
 """
 
 import atexit
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,12 +20,18 @@ from hexad.launching.launch import let_threads_finish, pick_device
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
-_meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
-"""Layout -> the default process group that its mesh was created from, and the mesh."""
-_current: list[Mesh] = []
-"""The mesh that was used last, if any."""
-_alone: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
-"""The default process group -> a group of this rank alone."""
+
+@dataclass
+class _World:
+    """What belongs to a default process group."""
+
+    group: dist.ProcessGroup | None
+    meshes: dict[Layout, Mesh] = field(default_factory=dict)
+    current: Mesh | None = None  # that was used last
+    alone: dist.ProcessGroup | None = None  # this rank
+
+
+_last = [_World(None)]
 atexit.register(let_threads_finish)  # scripts end as they like
 
 
@@ -37,10 +45,13 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
     Raises:
         HexadError: the rendezvous failed.
     """
-    if dist.is_initialized():
-        gpu = "nccl" in dist.get_backend()
-        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     here = environment()
+    if dist.is_initialized():
+        if "nccl" not in dist.get_backend():
+            return torch.device("cpu")
+        if torch.cuda.current_device() == 0 and here.local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(here.local_rank)  # the script has not selected one
+        return torch.device("cuda", torch.cuda.current_device())
     device = torch.device("cpu") if backend == "gloo" else pick_device("auto", here)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -63,34 +74,48 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def _world() -> _World:
+    """The state of the default process group that exists now; that of a former one is forgotten."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if _last[0].group is not group:
+        _last[0] = _World(group)
+    return _last[0]
+
+
 def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:
     """The mesh of so many pipeline ranks and else data ranks; created on first use, by all ranks together."""
-    layout = Layout(world=world_size(), pipeline=pipeline)
-    group = dist.group.WORLD if dist.is_initialized() else None
-    for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
-        del _meshes[stale]  # of a process group that no longer exists
-    if layout not in _meshes:
-        _meshes[layout] = group, Mesh.create(layout, device, 1800.0, Trace())
-    return use(_meshes[layout][1])
+    layout, meshes = Layout(world=world_size(), pipeline=pipeline), _world().meshes
+    if layout not in meshes:
+        meshes[layout] = Mesh.create(layout, device, 1800.0, Trace())
+    return use(meshes[layout])
 
 
 def use(mesh: Mesh) -> Mesh:
     """Make a mesh the current one; returns it."""
-    _current[:] = [mesh]
+    _world().current = mesh
     return mesh
 
 
 def current_mesh() -> Mesh:
     """The mesh that was used last; by default one of data ranks only."""
-    return _current[0] if _current else mesh_of(join())
+    return _world().current or mesh_of(join())
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
     """The process group of an axis, also of one rank."""
     if axis.group is not None:
         return axis.group
-    default = dist.group.WORLD
-    if default not in _alone:
-        _alone.clear()  # of process groups that no longer exist
-        _alone[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return _alone[default]
+    world = _world()
+    if world.alone is None:
+        world.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return world.alone
+
+
+FACTS: dict[str, Callable[[Axis], Any]] = {
+    "group": group_of,
+    "ranks": lambda axis: list(axis.ranks),
+    "size": lambda axis: axis.size,
+    "rank": lambda axis: axis.rank,
+    "first": lambda axis: axis.ranks[0],
+}
+"""What scripts ask about an axis, under the names of their system."""

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from .. import deepspeed
-from ..facade.scripts import run_script
+from ..facade.installed import run_script
 from . import install
 
 

@@ -212,18 +212,23 @@ class Gathering:
         self.absent = [[n for n in numbers if not buckets[n].resident] for numbers in units]
         self.layers = [not any(buckets[n].outside_layers for n in numbers) for numbers in self.absent]
         self._gathers = gathers
+        self._running: set[int] = set()  # in the forward pass; a stage runs around its layers
         coming = [unit for unit, numbers in enumerate(self.absent) if numbers]
         self._after = dict(pairwise(coming))
         self._before = {after: unit for unit, after in self._after.items() if self.layers[unit]}
 
     def enter(self, unit: int) -> None:
         """The forward pass reaches a unit."""
+        self._running.add(unit)
         self._fetch(unit, self._after.get(unit))
 
     def leave(self, unit: int) -> None:
         """The unit's forward or backward pass is over."""
+        self._running.discard(unit)
+        needed = {bucket for running in self._running for bucket in self.absent[running]}
         for bucket in self.absent[unit]:
-            self._gathers.free(bucket)
+            if bucket not in needed:
+                self._gathers.free(bucket)
 
     def turn(self, unit: int) -> None:
         """The backward pass reaches a layer: the one after it is done, the one before it is next."""

@@ -361,6 +361,16 @@ def test_older_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     check_same_model(tmp_path, saved, build_config({"model": {"vocab": 9}}))
 
 
+def test_settings_that_older_checkpoints_lack_are_their_defaults(tmp_path: Path) -> None:
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}
+    config = build_config({"model": {"vocab": 9, "rope_scaling": scaling}})
+    saved = config.model_dump(mode="json", by_alias=True)
+    saved["model"]["rope_scaling"] = scaling
+    check_same_model(tmp_path, saved, config)
+    with pytest.raises(HexadError, match=r"^model\.rope_scaling: found "):
+        check_same_model(tmp_path, {"model": {"rope_scaling": {**scaling, "factor": 5.0}}}, config)
+
+
 def test_adapters_without_a_reference_are_refused(tmp_path: Path, data: str) -> None:
     run = write_run(tmp_path, data, run={"steps": 1}, model={"lora": {"rank": 2}})
     assert run.train().status == 0

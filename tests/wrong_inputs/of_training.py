@@ -466,7 +466,7 @@ TRAIN = (
     ),
     (
         "train changed.yaml model.hidden=32",
-        "model.hidden: found 32, but checkpoint changed/checkpoints/step-00000002 has 16",
+        "changed/checkpoints/step-00000002 has 16; another run needs another run.dir",
     ),
     (
         "train damaged.yaml",

@@ -127,7 +127,7 @@ class Checkpointer:
         """
 
         def check(manifest: Manifest) -> None:
-            check_same_model(path, manifest.config, self.config)
+            check_same_model(path, manifest.config, self.config, resuming=True)
             check_same_tokenizer(path, manifest.config, self.config.data.tokenizer)
 
         return load(path, chunks, self._axis, self.config.checkpoint.verify, check)

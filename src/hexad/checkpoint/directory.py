@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError, blaming, dump_config
+from hexad.config.model import ModelSettings
 from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import reporting, sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
@@ -212,9 +213,16 @@ _OLDER = {"train": "all", "lora": None}
 """What checkpoints mean that are older than a setting."""
 
 
-def check_same_model(path: Path, saved_config: dict[str, Any], config: Config, adapters: bool = True) -> None:
+def check_same_model(
+    path: Path,
+    saved_config: dict[str, Any],
+    config: Config,
+    *,
+    adapters: bool = True,
+    resuming: bool = False,
+) -> None:
     """Refuse a checkpoint whose model differs from the configuration's; with ``adapters`` also one that
-    trains other parts of it.
+    trains other parts of it. ``resuming``: a run continues from it.
 
     Raises:
         HexadError: naming the first setting that differs.
@@ -225,8 +233,12 @@ def check_same_model(path: Path, saved_config: dict[str, Any], config: Config, a
         if name in ("preset", "load", "max_positions", *FREE) or (not adapters and name in TRAINED):
             continue
         has = saved.get(name, _OLDER.get(name, value))
+        if isinstance(has, dict):  # of an older version, without what its defaults are now
+            has = ModelSettings.model_validate({name: has}).model_dump(mode="json")[name]
         if has != value:
-            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {has!r}")
+            own = resuming and path.absolute().is_relative_to(Path(config.run.dir).absolute())
+            hint = "; another run needs another run.dir" if own else ""
+            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {has!r}{hint}")
 
 
 _SHAPING = (

@@ -45,7 +45,7 @@ def check_start(config: Config) -> None:
         return
     vocab = tree.get("model", {}).get("vocab") if config.model.vocab == "auto" else config.model.vocab
     model = config.model.model_copy(update={"vocab": vocab})
-    check_same_model(path, tree, config.model_copy(update={"model": model}))
+    check_same_model(path, tree, config.model_copy(update={"model": model}), resuming=True)
     check_same_tokenizer(path, tree, tokenizer_of_run(config))
 
 

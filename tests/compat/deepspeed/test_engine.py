@@ -277,7 +277,7 @@ def idioms(stage: int) -> list[dict[str, torch.Tensor]]:
     for name, parameter in engine.module.named_parameters():
         if hasattr(parameter, "ds_id"):
             fetched = [parameter] if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE else []
-            with deepspeed.zero.GatheredParameters(fetched):
+            with deepspeed.zero.GatheredParameters([*fetched, None]):  # as of a layer without bias
                 assert parameter.ds_status == ZeroParamStatus.AVAILABLE
                 assert parameter.shape == parameter.ds_shape and parameter.numel() == parameter.ds_numel
                 chat[name] = parameter.data.cpu()

@@ -1,5 +1,6 @@
 """From YAML and ``a.b=value`` overrides to a checked :class:`Config`."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -9,11 +10,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import ConfigError, HexadError, did_you_mean, one_line
+from .files import readable
 from .schema import Config
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice instead of keeping the last."""
+    """A safe loader that refuses a key given twice instead of keeping the last, and reads numbers as YAML 1.2
+    does: 010 is no octal, 1:30 is no number of base 60, 2024-01-31 is a name and no date."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -27,6 +30,17 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] not in ("int", "timestamp")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    list("-+0123456789"),
+)
+
+
 def _parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -36,6 +50,10 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise HexadError(f"{source}{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise HexadError(f"{source}: not valid YAML: {one_line(error)}") from None
+    except ValueError as error:  # a value that is not what its tag says
+        raise HexadError(f"{source}: not valid YAML: {one_line(error)}") from None
+    except RecursionError:
+        raise HexadError(f"{source}: not valid YAML: nested too deeply") from None
 
 
 def read_tree(
@@ -62,7 +80,7 @@ def read_tree(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = readable(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise HexadError(f"{path}: no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -87,7 +105,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
-    if not equals or not name:
+    if not equals or "" in name.split("."):
         raise HexadError(f"found '{override}', expected a setting name=value, such as parallel.tensor=2")
     *parents, last = name.split(".")
     here = tree
@@ -157,7 +175,7 @@ class Wording:
             indices = indices[:-1]
         alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
         # What our own checks refuse has the right form; that other forms were tried is no help then.
-        alike = [p for p in alike if p["type"] == "value_error" and p["input"] == ""] or alike
+        alike = [p for p in alike if p["msg"].startswith("Value error, a name")] or alike
         problem = alike[0] if problem not in alike else problem
         if field in self.forms and len(indices) < 2 and problem["type"] in _WRONG_FORM:
             whole, item = self.forms[field]

@@ -62,7 +62,7 @@ def _named(data: tuple[str, ...]) -> dict[str, str]:
     """Data sets by the names given, or else the last parts of their prefixes, as far as these differ."""
     pairs = [text.partition("=") if "=" in text else ("", "", text) for text in data]
     for text, (name, _, prefix) in zip(data, pairs):
-        if not prefix.strip():
+        if not prefix.strip() or ("=" in text and not name.strip()):
             raise HexadError(f"--data: found '{text}', expected PREFIX or NAME=PREFIX")
         _refuse_setting(name, prefix)
     short = [name or Path(prefix).name for name, _, prefix in pairs]

@@ -143,7 +143,7 @@ MISTAKES = {
     "b.jsonl": (b'{"text": "x"}\n\n{"body": "x"}', r"b\.jsonl:3: none of 'text', .*; keys found: 'body'"),
     "c.jsonl": (b'{"text": "x"\n', r"c\.jsonl:1: not valid JSON"),
     "d.jsonl": (b'{"text": "x"}\n{"text": "\xff"}\n', r"d\.jsonl:2: byte 0xff is not UTF-8"),
-    "e.jsonl": (b"[1]\n", r"e\.jsonl:1: a JSON list, expected an object"),
+    "e.jsonl": (b"[1]\n", r"e\.jsonl:1: found a list, expected an object"),
     "f.txt": (b"fine\nfine\nbad \xfe\n", r"f\.txt:3: byte 0xfe is not UTF-8"),
     "g.parquet": (b"PAR1", r"g\.parquet: not a readable \.parquet file"),
     "h.txt": (b"", r"h\.txt: no text found in 1 files"),

@@ -53,7 +53,8 @@ class Wanted:
         batch: texts written at once.
 
     Raises:
-        ConfigError: a number below 1, several samples that would all be the same, an empty text to stop at.
+        ConfigError: a number below 1, several samples that would all be the same, an empty text to
+            stop at, or one that is not Unicode.
     """
 
     tokens: int = 128
@@ -73,6 +74,11 @@ class Wanted:
             )
         if "" in self.stop:
             raise ConfigError("--stop", "found an empty text; leave it out")
+        for text in self.stop:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
 
 def write(

@@ -1,5 +1,6 @@
 """From YAML and ``a.b=value`` overrides to a checked :class:`Config`."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -72,8 +73,10 @@ def read_tree(
         tree: dict[str, Any] = {}
     elif isinstance(path, Mapping):
         tree = deepcopy(dict(path))  # overrides are set in place, at any depth
-    else:
+    elif isinstance(path, str | os.PathLike):
         tree = _read(Path(path))
+    else:
+        raise HexadError(f"config: found {path!r}, expected a file's path, or a mapping of settings")
     apply_overrides(tree, overrides)
     return tree
 
@@ -83,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = readable(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise HexadError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a name with NUL
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     tree = _parse_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
@@ -99,12 +102,14 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
     """
     if isinstance(overrides, str):
         raise HexadError(f"overrides: found the text '{overrides}', expected a list: ['{overrides}']")
+    if not isinstance(overrides, Iterable):
+        raise HexadError(f"overrides: found {overrides!r}, expected a list such as ['parallel.tensor=2']")
     for override in overrides:
         _apply(tree, override)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
+    name, equals, text = override.partition("=") if isinstance(override, str) else (override, "", "")
     if not equals or "" in name.split("."):
         raise HexadError(f"found '{override}', expected a setting name=value, such as parallel.tensor=2")
     *parents, last = name.split(".")

@@ -65,8 +65,9 @@ class Wanted:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "samples", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}", f"found {getattr(self, name)}, expected at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"--{name}", f"found {value!r}, expected an integer of at least 1")
         if self.samples > 1 and self.sampling.temperature == 0:
             raise ConfigError(
                 "--samples",
@@ -77,7 +78,7 @@ class Wanted:
         for text in self.stop:
             try:
                 text.encode()
-            except UnicodeEncodeError:
+            except (AttributeError, UnicodeEncodeError):
                 raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
 

@@ -118,6 +118,19 @@ FILES = (
     ),
     ("data info data", "No such command 'info'; known: build, inspect (see 'hexad data --help')"),
     ("checkpoint list trained", "No such command 'list'; known: inspect, verify, import, export"),
+    (
+        "demo run.dir=elsewhere --dir new-demo",
+        "run.dir: found elsewhere, but everything is written to --dir new",
+    ),
+    (
+        "evaluate trained --data data --batches 99999999999999999999",
+        "Invalid value for '--batches': 99999999999999999999 is not in the range 1<=x<=1000000000",
+    ),
+    # published models
+    (
+        "checkpoint import --from hf-deep --to out",
+        "hf-deep/config.json: cannot be read: maximum recursion depth",
+    ),
     # DeepSpeed's files
     ("config from-deepspeed deep.json", "deep.json: not valid JSON: maximum recursion depth exceeded"),
     (

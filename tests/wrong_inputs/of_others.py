@@ -314,7 +314,10 @@ USE = (
     ("evaluate trained --data a=data a=chats", "--data: a is given twice"),
     ("evaluate trained --data data precison.dtype=fp32", "did you mean the setting 'precision.dtype'?"),
     ("evaluate trained --data web=", "--data: found 'web=', expected PREFIX or NAME=PREFIX"),
-    ("evaluate trained --data data --batches 0", "Invalid value for '--batches': 0 is not in the range x>=1"),
+    (
+        "evaluate trained --data data --batches 0",
+        "Invalid value for '--batches': 0 is not in the range 1<=x<=1000000000",
+    ),
     ("evaluate trained --data data --nproc 0", "Invalid value for '--nproc': 0 is not in the range x>=1"),
     (
         "evaluate trained --data data data.sequence=1000000",

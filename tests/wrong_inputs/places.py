@@ -197,6 +197,7 @@ def _models() -> None:
         "hf-no-weights",
         "hf-unknown",
         "hf-wrong",
+        "hf-deep",
     ):
         shutil.copytree("hf", name)
     Path("hf-no-config/config.json").unlink()
@@ -205,6 +206,7 @@ def _models() -> None:
         _cut(str(path))
     for path in Path("hf-no-weights").glob("*.safetensors*"):
         path.unlink()
+    Path("hf-deep/config.json").write_text(TEXTS["deep.json"])
     config = json.loads(Path("hf/config.json").read_text())
     Path("hf-unknown/config.json").write_text(json.dumps({**config, "model_type": "t5"}))
     Path("hf-wrong/config.json").write_text(json.dumps({**config, "hidden_size": 72}))

@@ -35,7 +35,7 @@ class _Evaluate(ManyValues):
 )
 @click.option(
     "--batches",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 10**9),
     help="Global batches of each set, as validate.batches. [default: all samples, each once; of a "
     "blend, until one of its members is used up]",
 )

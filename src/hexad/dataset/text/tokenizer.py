@@ -345,7 +345,7 @@ def tokenizer_settings(directory: Path) -> dict[str, Any]:
             settings |= {key: value for key, value in content.items() if value is not None}
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise HexadError(f"{directory / file}: not readable as JSON: {one_line(error)}") from None
     return settings
 

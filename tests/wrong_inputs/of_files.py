@@ -15,6 +15,7 @@ FILES = (
     ),
     ("config check deep.yaml", "deep.yaml: not valid YAML: nested too deeply"),
     ("config check self.yaml", "run.steps: found {'steps': {'steps': {...}}}, expected an integer"),
+    ("config check switch.yaml", "on: unknown key; known here: run, model"),
     ("config check merge.yaml", "base: unknown key; known here: run"),
     ("config check control.yaml", "control.yaml: not valid YAML: unacceptable character #x0001"),
     ("config check run.yaml run.steps=1:30", "run.steps: found '1:30', expected an integer"),

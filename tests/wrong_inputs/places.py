@@ -33,6 +33,7 @@ TEXTS = {
     "two.yaml": "run: {steps: 3}\n---\nrun: {steps: 4}\n",
     "deep.yaml": f"run: {'[' * 3000}{']' * 3000}\n",
     "self.yaml": "run: &a {steps: *a}\n",
+    "switch.yaml": "on: {steps: 3}\n",
     "merge.yaml": "base: &b {steps: 3}\nrun:\n  <<: *b\n",
     "control.yaml": "run: {steps: 3\x01}\n",
     "text.txt": "a text\n",

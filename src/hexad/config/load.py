@@ -23,6 +23,8 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             name = str(key.value)
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                key.tag = "tag:yaml.org,2002:str"  # no key is a number, or a truth value as 'on' would be
             if name in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key '{name}' is given twice", key.start_mark

@@ -53,8 +53,9 @@ _HEAD = """\
 
 One YAML file holds every setting; all have defaults. Settings can be overridden on the command line, as in
 `hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3`; the value is YAML. An unknown key is an error that
-names the nearest known one. Relative paths are relative to the working directory of the command, wherever
-the file is; in what a run saves (`run.dir/config.yaml` and the checkpoints') they are absolute.
+names the nearest known one. Numbers are those of YAML 1.2: `010` is ten, and `2024-01-31` a name.
+Relative paths are relative to the working directory of the command, wherever the file is; in what a run
+saves (`run.dir/config.yaml` and the checkpoints') they are absolute.
 `hexad config show run.yaml` prints all settings, with those that preset and
 family determine filled in; `hexad config check run.yaml` says whether they would be accepted. What depends on
 the number of ranks or the tokenizer stays `auto` until a run resolves it: `hexad train run.yaml --dry-run`

@@ -41,7 +41,11 @@ def train(
     Raises:
         HexadError: anything the user can fix; the same on every rank.
     """
-    return train_run(config if isinstance(config, Config) else load_config(config, overrides), callbacks)
+    if not isinstance(config, Config):
+        config = load_config(config, overrides)
+    elif given := list(overrides):
+        raise HexadError(f"overrides: found {given} with a Config; pass them to hexad.load_config")
+    return train_run(config, callbacks)
 
 
 def generate(
@@ -80,6 +84,10 @@ def generate(
     Raises:
         HexadError: the model or a prompt cannot be used.
     """
+    if not isinstance(prompts, Sequence):
+        raise HexadError(f"prompts: found {prompts!r}, expected a text or a list of prompts")
+    if not isinstance(stop, Sequence):
+        raise HexadError(f"stop: found {stop!r}, expected a text or a list of texts")
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     wanted = Wanted(tokens, asked_sampling(temperature, top_k, top_p, seed), samples, texts, batch)
     given = [prompts] if isinstance(prompts, str) else prompts
@@ -116,6 +124,8 @@ def evaluate(
     """
     if not isinstance(data, str | Mapping | None):
         raise HexadError(f"data: found {data!r}, expected a prefix, or data sets by name: {{name: prefix}}")
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise HexadError(f"batches: found {batches!r}, expected an integer from 1, or None: all samples")
     sets = {Path(data).name: data} if isinstance(data, str) else dict(data or {})
     model, tokenizer = evaluated_model(find_model(str(source)), sets, overrides, environment().world)
     with launch(model.config) as run:

@@ -224,3 +224,13 @@ def test_a_resolved_configuration_is_never_refused(preset: str | None, family: s
     if config.model.family != "gpt2":  # and a longer sequence may be tried with it
         again["data"]["sequence"] *= 2
         build_config(again)
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("0x10", 16), ("1_000", 1000), ("+7", 7)])
+def test_numbers_are_those_of_yaml_1_2(text: str, value: int) -> None:
+    assert load_config(None, [f"run.steps={text}"]).run.steps == value
+
+
+@pytest.mark.parametrize("text", ["2024-01-31", "2024-13-45", "12:30", "010"])
+def test_names_that_look_like_dates_and_octals_stay_names(text: str) -> None:
+    assert load_config(None, [f"run.dir={text}"]).run.dir == text

@@ -143,7 +143,7 @@ MISTAKES = {
     "b.jsonl": (b'{"text": "x"}\n\n{"body": "x"}', r"b\.jsonl:3: none of 'text', .*; keys found: 'body'"),
     "c.jsonl": (b'{"text": "x"\n', r"c\.jsonl:1: not valid JSON"),
     "d.jsonl": (b'{"text": "x"}\n{"text": "\xff"}\n', r"d\.jsonl:2: byte 0xff is not UTF-8"),
-    "e.jsonl": (b"[1]\n", r"e\.jsonl:1: a JSON list, expected an object"),
+    "e.jsonl": (b"[1]\n", r"e\.jsonl:1: found a list, expected an object"),
     "f.txt": (b"fine\nfine\nbad \xfe\n", r"f\.txt:3: byte 0xfe is not UTF-8"),
     "g.parquet": (b"PAR1", r"g\.parquet: not a readable \.parquet file"),
     "h.txt": (b"", r"h\.txt: no text found in 1 files"),
@@ -350,3 +350,15 @@ def test_demo_data(tmp_path: Path) -> None:
     kept = [path for path in files if path not in held_out]
     assert tokenizer.decode(train[0]) == kept[0].read_text(encoding="utf-8")
     assert len(train) == len(kept) and len(IndexedDataset(demo.validation)) == len(held_out)
+
+
+def test_files_of_an_earlier_build_are_no_inputs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    first = build([tmp_path], tmp_path / "d", "byte", workers=1)
+    assert build([tmp_path], tmp_path / "d", "byte", workers=1) == first
+    before = (tmp_path / "d.bin").read_bytes()
+    with pytest.raises(
+        HexadError, match=r"--output: found '.*d', whose files would replace the input .*d\.bin"
+    ):
+        build([tmp_path / "d.bin"], tmp_path / "d", "byte", workers=1)
+    assert (tmp_path / "d.bin").read_bytes() == before

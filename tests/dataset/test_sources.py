@@ -77,9 +77,9 @@ def test_named_json_files_are_records(tmp_path: Path, monkeypatch: pytest.Monkey
     build([folder], tmp_path / "d", "byte", workers=1)
     assert texts_of(tmp_path / "d") == ["three", '{"name": 1}']
     wrong = {
-        json.dumps(records[0]): "a JSON dict, expected an array of records",
+        json.dumps(records[0]): "found an object, expected an array of records",
         lines: "if it has a record per line, name it .jsonl",
-        '[{"text": "a"}, "b"]': "wrong.json: record 2: a JSON str, expected an object",
+        '[{"text": "a"}, "b"]': "wrong.json: record 2: found text, expected an object",
         '[{"text": "a"}, {"text": null}]': "wrong.json: record 2: 'text' is null, expected text",
         " " * 2000: f"as .jsonl: jq -c '.[]' {tmp_path}/wrong.json > {tmp_path}/wrong.jsonl",
     }
@@ -196,8 +196,11 @@ def test_what_is_not_text_in_a_directory_is_skipped_and_counted(tree: Path, tmp_
     assert summary.skipped_kinds == {"binary": 1, "not UTF-8": 1, "empty": 1}
     options = ["build", "--input", str(tree), "--output", str(tmp_path / "d"), "--tokenizer", "byte"]
     assert "; skipped: 1 without text, 1 binary, 1 not UTF-8" in call("data", *options, "--workers", "1").out
-    for name in ("latin.txt", "picture.png"):
-        with pytest.raises(HexadError, match=rf"{name}:1: byte 0x.. is not UTF-8"):
+    for name, says in (
+        ("latin.txt", ":1: byte 0x.. is not UTF-8"),
+        ("picture.png", ": binary, byte 8 is NUL"),
+    ):
+        with pytest.raises(HexadError, match=name + says):
             build([tree, tree / name], tmp_path / "d", "byte", workers=1)
 
 

@@ -117,7 +117,9 @@ def test_generate_and_evaluate(run_file: RunFile, data: str) -> None:
     assert scores["a"] == scores["b"]
     assert hexad.evaluate(run_file.directory, batches=1)["validation"].loss == scores["a"].loss
     for wrong in ({"tokens": 0}, {"batch": 0}, {"samples": 0}):
-        with pytest.raises(HexadError, match=f"^--{next(iter(wrong))}: found 0, expected at least 1"):
+        with pytest.raises(
+            HexadError, match=f"^--{next(iter(wrong))}: found 0, expected an integer of at least 1"
+        ):
             hexad.generate(run_file.directory, "a", **wrong)
     assert hexad.generate(run_file.directory, "line", tokens=3, stop="never")[0].ended == "length"
     with pytest.raises(HexadError, match=r"^--top-k: found 5 with temperature 0"):

@@ -264,8 +264,8 @@ def test_data_of_different_templates_are_refused(tmp_path: Path) -> None:
     spec = chat_tokenizer(tmp_path / "tok")
     for name, template in (("a", OTHER), ("b", None), ("c", CHATML)):
         conversations(tmp_path, name, spec, template)
-    (tmp_path / "text.txt").write_text("\n".join(TEXT * 2))
-    build = ("data", "build", "--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "text"))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "\n".join(TEXT * 2)}))
+    build = ("data", "build", "--input", str(tmp_path / "text.jsonl"), "--output", str(tmp_path / "text"))
     assert call(*build, "--tokenizer", spec, "--chat-template", str(tmp_path / "a.jinja")).status == 0
     run = write_run(tmp_path, "", run={"steps": 1}, data={"tokenizer": spec, "sequence": 192})
 

@@ -211,7 +211,7 @@ def test_damage_is_told_alike_by_all_ranks(alone: RunFile, make_run: MakeRun, po
 def test_a_save_that_fails_ends_the_run_in_one_line(make_run: MakeRun, asynchronous: str) -> None:
     run = make_run()
     run.directory.mkdir()
-    (run.directory / "checkpoints").write_text("in the way")
+    (run.directory / "checkpoints").symlink_to(run.directory / "no" / "such")
     result = run.train(f"checkpoint.asynchronous={asynchronous}")
     assert result.status == 2
     assert result.error.startswith("checkpoint of step 4: cannot be written to ")

@@ -4,6 +4,7 @@ import shlex
 from typing import NamedTuple
 
 from .of_deepspeed import DEEPSPEED
+from .of_files import FILES
 from .of_megatron import MEGATRON
 from .of_others import DATA, SHOW, USE
 from .of_training import CONFIG, ENVIRONMENT, TRAIN
@@ -49,6 +50,7 @@ GROUPS = {
         "Data and tokenizers": DATA,
         "Generation, evaluation and checkpoints": USE,
         "Pictures and the demo": SHOW,
+        "Names, odd files and damaged ones": FILES,
         "Launch lines of Megatron-LM": MEGATRON,
         "DeepSpeed's files and checkpoints of other systems": DEEPSPEED,
     }.items()

@@ -72,7 +72,7 @@ DATA = (
     ),
     (
         "data build --input list.jsonl --output out --tokenizer byte",
-        "list.jsonl:1: a JSON list, expected an object",
+        "list.jsonl:1: found a list, expected an object",
     ),
     ("data build --input two-kinds.jsonl --output out --tokenizer byte", "two-kinds.jsonl:1: has"),
     ("data build --input prompt-only.jsonl --output out --tokenizer byte", "without 'completion'"),
@@ -239,8 +239,14 @@ USE = (
         "generate trained --prompt a --tokens 0",
         "Invalid value for '--tokens': 0 is not in the range 1<=x<=1048576",
     ),
-    ("generate trained --prompt a --samples 0", "Invalid value for '--samples': 0 is not in the range x>=1"),
-    ("generate trained --prompt a --batch 0", "Invalid value for '--batch': 0 is not in the range x>=1"),
+    (
+        "generate trained --prompt a --samples 0",
+        "Invalid value for '--samples': 0 is not in the range 1<=x<=1048576",
+    ),
+    (
+        "generate trained --prompt a --batch 0",
+        "Invalid value for '--batch': 0 is not in the range 1<=x<=1048576",
+    ),
     ("generate trained --prompt a --temperature -1", "--temperature: found -1.0, expected a number from 0"),
     ("generate trained --prompt a --temperature nan", "--temperature: found nan, expected a number from 0"),
     (
@@ -308,7 +314,10 @@ USE = (
     ("evaluate trained --data a=data a=chats", "--data: a is given twice"),
     ("evaluate trained --data data precison.dtype=fp32", "did you mean the setting 'precision.dtype'?"),
     ("evaluate trained --data web=", "--data: found 'web=', expected PREFIX or NAME=PREFIX"),
-    ("evaluate trained --data data --batches 0", "Invalid value for '--batches': 0 is not in the range x>=1"),
+    (
+        "evaluate trained --data data --batches 0",
+        "Invalid value for '--batches': 0 is not in the range 1<=x<=1000000000",
+    ),
     ("evaluate trained --data data --nproc 0", "Invalid value for '--nproc': 0 is not in the range x>=1"),
     (
         "evaluate trained --data data data.sequence=1000000",

@@ -31,7 +31,13 @@ TEXTS = {
     "number-key.yaml": "3: 4\n",
     "alias.yaml": "run: *none\n",
     "two.yaml": "run: {steps: 3}\n---\nrun: {steps: 4}\n",
+    "deep.yaml": f"run: {'[' * 3000}{']' * 3000}\n",
+    "self.yaml": "run: &a {steps: *a}\n",
+    "switch.yaml": "on: {steps: 3}\n",
+    "merge.yaml": "base: &b {steps: 3}\nrun:\n  <<: *b\n",
+    "control.yaml": "run: {steps: 3\x01}\n",
     "text.txt": "a text\n",
+    "nul.txt": "a\0b" * 9,
     "empty.txt": "",
     "a file": "in the way\n",
     "not-json.jsonl": '{"text": "a"}\n{"text": \n',
@@ -59,6 +65,13 @@ TEXTS = {
     "no-prompts.jsonl": "\n",
     "chat-prompts.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
     "both.jsonl": '{"prompt": "a", "messages": []}\n',
+    "nan.jsonl": '{"text": NaN}\n',
+    "deep.jsonl": f'{{"text": {"[" * 100_000}{"]" * 100_000}}}\n',
+    "object.json": '{"text": "a"}',
+    "null-instruction.jsonl": '{"instruction": null, "output": "a"}\n',
+    "weight.jsonl": '{"messages": [{"role": "user", "content": "a"}, '
+    '{"role": "assistant", "content": "b", "weight": 0}]}\n',
+    "deep.json": '{"a":' * 5000 + "1" + "}" * 5000,
     "schedule.json": '{"ranks": "none"}\n',
     "broken.json": "{",
     "list.json": "[1]",
@@ -80,7 +93,11 @@ def make(directory: Path) -> None:
         Path("plain.txt.gz").write_text("not compressed")
         Path("fake.parquet").write_text("not parquet")
         Path("archive.zip").write_text("zip")
+        Path("utf16.jsonl").write_text('{"text": "a"}\n', encoding="utf-16")
         Path("folder").mkdir()
+        Path("loop").symlink_to("loop")
+        for name in ("pipe", "pipe.json"):
+            os.mkfifo(name)
         _data()
         _runs()
         _models()
@@ -103,6 +120,9 @@ def _data() -> None:
     for name in ("cut-bin", "cut-idx", "no-bin", "no-idx", "bad-idx", "empty-idx"):
         for suffix in (".bin", ".idx"):
             shutil.copy(f"data{suffix}", f"{name}{suffix}")
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"data{suffix}", f"folder-mask{suffix}")
+    Path("folder-mask.mask").mkdir()
     for name in ("cut-mask", "bad-mask", "other-mask"):
         for suffix in (".bin", ".idx", ".mask"):
             shutil.copy(f"chats{suffix}", f"{name}{suffix}")
@@ -159,6 +179,9 @@ def _runs() -> None:
     Path("empty-metrics/metrics.jsonl").write_text("")
     Path("bad-timeline").mkdir()
     Path("bad-timeline/timeline.json").write_text("{}")
+    write("blocked.yaml", run={"dir": "blocked"})
+    Path("blocked").mkdir()
+    Path("blocked/checkpoints").touch()
     for name in ("changed", "damaged"):
         shutil.copytree("trained", name)
         write(f"{name}.yaml", run={"dir": name, "steps": 3})
@@ -175,6 +198,7 @@ def _models() -> None:
         "hf-no-weights",
         "hf-unknown",
         "hf-wrong",
+        "hf-deep",
     ):
         shutil.copytree("hf", name)
     Path("hf-no-config/config.json").unlink()
@@ -183,6 +207,7 @@ def _models() -> None:
         _cut(str(path))
     for path in Path("hf-no-weights").glob("*.safetensors*"):
         path.unlink()
+    Path("hf-deep/config.json").write_text(TEXTS["deep.json"])
     config = json.loads(Path("hf/config.json").read_text())
     Path("hf-unknown/config.json").write_text(json.dumps({**config, "model_type": "t5"}))
     Path("hf-wrong/config.json").write_text(json.dumps({**config, "hidden_size": 72}))

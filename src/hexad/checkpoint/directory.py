@@ -32,7 +32,7 @@ class CheckpointDirectory:
 
     def complete(self) -> list[tuple[int, Path]]:
         """(step, path) of every complete checkpoint, oldest first."""
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):  # False for a name that is too long, too
             return []
         # One that is being replaced sorts before its successor.
         checkpoints = [
@@ -269,10 +269,10 @@ def find_checkpoint(path: str | Path) -> Path:
         HexadError: none of them.
     """
     given = Path(path)
-    if given.name in ("best", "latest") and given.is_file():
+    if given.name in ("best", "latest") and os.path.isfile(given):
         with reporting(given):
             given = given.parent / given.read_text(encoding="utf-8", errors="replace").strip()
-    if (given / MANIFEST_FILE).is_file() or (STEP_NAME.fullmatch(given.name) and given.is_dir()):
+    if os.path.isfile(given / MANIFEST_FILE) or (STEP_NAME.fullmatch(given.name) and given.is_dir()):
         return given
     newest = CheckpointDirectory(given).newest()
     if newest is None:

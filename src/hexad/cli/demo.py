@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from hexad.config import HexadError, apply_overrides
+from hexad.config import ConfigError, HexadError, apply_overrides
 from hexad.model.configuration import build_config, load_config
 from hexad.parallel.pipeline.simulate import TIMELINE
 
@@ -81,7 +81,9 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
     if not directory.strip():
         raise HexadError("--dir: found an empty name, expected a directory such as runs/demo")
-    load_config(None, overrides)  # refuse wrong settings first
+    given = load_config(None, overrides).run  # refuse wrong settings first
+    if "dir" in given.model_fields_set:
+        raise ConfigError("run.dir", f"found {given.dir}, but everything is written to --dir {directory}")
     where = Path(directory)
     click.echo("1. tokenizer and dataset from Python's standard library", err=True)
     data = build_demo_data(where / "data")

@@ -35,7 +35,7 @@ class _Evaluate(ManyValues):
 )
 @click.option(
     "--batches",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 10**9),
     help="Global batches of each set, as validate.batches. [default: all samples, each once; of a "
     "blend, until one of its members is used up]",
 )
@@ -62,7 +62,7 @@ def _named(data: tuple[str, ...]) -> dict[str, str]:
     """Data sets by the names given, or else the last parts of their prefixes, as far as these differ."""
     pairs = [text.partition("=") if "=" in text else ("", "", text) for text in data]
     for text, (name, _, prefix) in zip(data, pairs):
-        if not prefix.strip():
+        if not prefix.strip() or ("=" in text and not name.strip()):
             raise HexadError(f"--data: found '{text}', expected PREFIX or NAME=PREFIX")
         _refuse_setting(name, prefix)
     short = [name or Path(prefix).name for name, _, prefix in pairs]

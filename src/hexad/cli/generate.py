@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hexad.config import ConfigError, HexadError
+from hexad.config.files import readable
 
 from .options import json_option, nproc_option, overrides_argument, run_ranks
 
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
     "--stop", multiple=True, metavar="TEXT", help="End before this text; several with several options."
 )
 @click.option(
-    "--samples", type=click.IntRange(1), default=1, show_default=True, help="Texts for each prompt."
+    "--samples", type=click.IntRange(1, 2**20), default=1, show_default=True, help="Texts for each prompt."
 )
-@click.option("--batch", type=click.IntRange(1), default=16, show_default=True, help="Texts written at once.")
+@click.option(
+    "--batch", type=click.IntRange(1, 2**20), default=16, show_default=True, help="Texts written at once."
+)
 @click.option(
     "--temperature", type=float, default=0.0, show_default=True, help="0 selects the most likely token."
 )
@@ -80,7 +82,7 @@ def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
         return
     name = "stdin" if file == "-" else file
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else readable(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise HexadError(
             f"--prompts: {name}: cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -90,7 +92,7 @@ def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
             continue
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HexadError(f"--prompts: {name}:{number}: not JSON: {error}") from None
         given = [key for key in ("prompt", "messages") if isinstance(entry, dict) and key in entry]
         if len(given) != 1 or not isinstance(entry[given[0]], str if given == ["prompt"] else list):

@@ -89,8 +89,11 @@ def run(arguments: list[str]) -> int:
         text = error.format_message()
         return print_once(text, lambda: click.echo(text, err=True))
     except click.UsageError as error:
+        message, group = error.format_message(), error.ctx and error.ctx.command
+        if isinstance(group, click.Group) and message.startswith("No such command") and "mean" not in message:
+            message = f"{message.rstrip('.')}; known: {', '.join(group.commands)}"
         hint = f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
-        return fail_once(error.format_message() + hint, debug)
+        return fail_once(message + hint, debug)
     except (click.Abort, KeyboardInterrupt):
         print("hexad: interrupted", file=sys.stderr)
         return 130

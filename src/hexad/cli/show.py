@@ -366,6 +366,8 @@ def schedule_command(
     shows one step as planned and as measured. A configuration without parallel.data is shown in the smallest
     world that its degrees allow.
     """
+    if save is not None and not save.endswith(".json"):
+        raise HexadError(f"--save: found '{save}', expected a name that ends in .json")
     with Console(stderr=True).status("Building the schedule"):  # up to a million passes: half a minute
         choice = chosen(settings, {name: value for name, value in options.items() if value is not None})
     if save:

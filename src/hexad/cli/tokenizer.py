@@ -30,7 +30,7 @@ def tokenizer() -> None:
 )
 @click.option(
     "--min-frequency",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, 2**32),
     default=2,
     show_default=True,
     help="How often a pair must occur to become a token.",

@@ -1,8 +1,8 @@
 """Published models by their names, downloaded by ``huggingface_hub`` into its cache."""
 
+import os
 import re
 from functools import cache
-from pathlib import Path
 
 from .errors import HexadError, one_line
 
@@ -22,10 +22,12 @@ def local(source: str) -> str:
     Cache and token are those of ``huggingface_hub``: ``HF_HOME``, ``HF_TOKEN`` or ``hf auth login``.
 
     Raises:
-        HexadError: there is no network, no such model, or no access to it.
+        HexadError: there is no name, no network, no such model, or no access to it.
     """
     name = source.removeprefix(PREFIX)
-    if not source.startswith(PREFIX) or Path(name).exists() or not _NAME.fullmatch(name):
+    if not name:
+        raise HexadError(f"found {source} without a name; write hf:DIR or hf:ORG/NAME")
+    if not source.startswith(PREFIX) or os.path.exists(name) or not _NAME.fullmatch(name):
         return source
     return PREFIX + _downloaded(name)
 

@@ -1,5 +1,7 @@
 """From YAML and ``a.b=value`` overrides to a checked :class:`Config`."""
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -9,22 +11,37 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import ConfigError, HexadError, did_you_mean, one_line
+from .files import readable
 from .schema import Config
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice instead of keeping the last."""
+    """A safe loader that refuses a key given twice instead of keeping the last, and reads numbers as YAML 1.2
+    does: 010 is no octal, 1:30 is no number of base 60, 2024-01-31 is a name and no date."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             name = str(key.value)
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                key.tag = "tag:yaml.org,2002:str"  # no key is a number, or a truth value as 'on' would be
             if name in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"key '{name}' is given twice", key.start_mark
                 )
             seen.add(name)
         return super().construct_mapping(node, deep)
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] not in ("int", "timestamp")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    list("-+0123456789"),
+)
 
 
 def _parse_yaml(text: str, source: str) -> Any:
@@ -36,6 +53,10 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise HexadError(f"{source}{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise HexadError(f"{source}: not valid YAML: {one_line(error)}") from None
+    except ValueError as error:  # a value that is not what its tag says
+        raise HexadError(f"{source}: not valid YAML: {one_line(error)}") from None
+    except RecursionError:
+        raise HexadError(f"{source}: not valid YAML: nested too deeply") from None
 
 
 def read_tree(
@@ -54,18 +75,20 @@ def read_tree(
         tree: dict[str, Any] = {}
     elif isinstance(path, Mapping):
         tree = deepcopy(dict(path))  # overrides are set in place, at any depth
-    else:
+    elif isinstance(path, str | os.PathLike):
         tree = _read(Path(path))
+    else:
+        raise HexadError(f"config: found {path!r}, expected a file's path, or a mapping of settings")
     apply_overrides(tree, overrides)
     return tree
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = readable(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise HexadError(f"{path}: no such configuration file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or a name with NUL
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     tree = _parse_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
@@ -81,13 +104,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
     """
     if isinstance(overrides, str):
         raise HexadError(f"overrides: found the text '{overrides}', expected a list: ['{overrides}']")
+    if not isinstance(overrides, Iterable):
+        raise HexadError(f"overrides: found {overrides!r}, expected a list such as ['parallel.tensor=2']")
     for override in overrides:
         _apply(tree, override)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    if not equals or not name:
+    name, equals, text = override.partition("=") if isinstance(override, str) else (override, "", "")
+    if not equals or "" in name.split("."):
         raise HexadError(f"found '{override}', expected a setting name=value, such as parallel.tensor=2")
     *parents, last = name.split(".")
     here = tree
@@ -157,7 +182,7 @@ class Wording:
             indices = indices[:-1]
         alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
         # What our own checks refuse has the right form; that other forms were tried is no help then.
-        alike = [p for p in alike if p["type"] == "value_error" and p["input"] == ""] or alike
+        alike = [p for p in alike if p["msg"].startswith("Value error, a name")] or alike
         problem = alike[0] if problem not in alike else problem
         if field in self.forms and len(indices) < 2 and problem["type"] in _WRONG_FORM:
             whole, item = self.forms[field]

@@ -1,5 +1,6 @@
 """The settings of the model, and the kinds of values, with their bounds, that all settings have."""
 
+import os
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -28,14 +29,22 @@ NonNegativeFloat = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[Number, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
-def _not_empty(name: str) -> str:
+_LONGEST_NAME = 255
+"""Bytes of a file's name that Linux and macOS allow."""
+
+
+def _usable(name: str) -> str:
     """text"""
     if not name.strip():
         raise ValueError("a name, not an empty text")
+    if name.startswith("~"):
+        raise ValueError("a name without '~', which only a shell replaces")
+    if "\0" in name or any(len(os.fsencode(part)) > _LONGEST_NAME for part in name.split("/")):
+        raise ValueError(f"a name without NUL, with at most {_LONGEST_NAME} bytes between two '/'")
     return name
 
 
-Name = Annotated[str, AfterValidator(_not_empty)]
+Name = Annotated[str, AfterValidator(_usable)]
 
 
 def _schedule_file(path: str) -> str:

@@ -36,7 +36,7 @@ class RunSettings(Settings):
     """Optimizer steps in total, counted from the first start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
-    timeout: PositiveFloat = 600.0
+    timeout: Annotated[PositiveFloat, Field(le=10**9)] = 600.0
     """Seconds a collective may wait for its peers before the run is stopped."""
     compile: Literal["auto", "none", "pointwise", "full"] = "auto"
     """What ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations, dropout and the
@@ -219,6 +219,10 @@ class ParallelSettings(Settings):
         return int(self.context_ulysses) if self.context_method == "ulysses_ring" else 1
 
 
+LossScale = Annotated[PositiveFloat, Field(le=2.0**127)]
+"""A power of two above is no float32."""
+
+
 class PrecisionSettings(Settings):
     """Number formats."""
 
@@ -235,9 +239,9 @@ class PrecisionSettings(Settings):
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients of microbatches are added up on a rank; ``bf16`` with ``reduce: bf16``
     only."""
-    loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
+    loss_scale: Literal["dynamic"] | LossScale = "dynamic"
     """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
-    loss_scale_initial: PositiveFloat = 65536.0
+    loss_scale_initial: LossScale = 65536.0
     """Dynamic loss scale of the first step."""
     loss_scale_window: Positive = 1000
     """Consecutive steps with finite gradients after which the dynamic loss scale doubles."""

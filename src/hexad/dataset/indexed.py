@@ -17,6 +17,7 @@ for byte. Its multimodal variant, one more int8 per sequence, is refused.
 
 from __future__ import annotations
 
+import os
 import struct
 from array import array
 from contextlib import suppress
@@ -95,7 +96,7 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self._idx, self._bin = idx_path(prefix), bin_path(prefix)
         for path in (self._idx, self._bin):
-            if not path.is_file():
+            if not os.path.isfile(path):  # False for a name that is too long, too
                 raise HexadError(_missing(self.prefix, path))
         self.dtype, sequences, boundaries = self._header()
         self._map_index(sequences, boundaries)
@@ -107,7 +108,7 @@ class IndexedDataset:
             self.verify()
         self._map_tokens()
         mask, files = mask_path(prefix), (self._idx, self._bin)
-        self.mask = TokenMask(mask, len(self.tokens), files) if mask.is_file() else None
+        self.mask = TokenMask(mask, len(self.tokens), files) if os.path.exists(mask) else None
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
         with self._idx.open("rb") as stream:
@@ -274,11 +275,11 @@ _AGAIN = "build or copy it again"
 
 def _missing(prefix: str, path: Path) -> str:
     for ending in (".bin", ".idx"):
-        if prefix.endswith(ending) and Path(prefix).is_file():
+        if prefix.endswith(ending) and os.path.isfile(prefix):
             return f"{prefix}: expected a prefix; leave out the '{ending}': {prefix.removesuffix(ending)}"
     message = f"{path}: no such file; expected both {prefix}.bin and {prefix}.idx"
     parent = Path(prefix).parent
-    if not parent.is_dir():
+    if not os.path.isdir(parent):
         return f"{message}; the directory {parent} does not exist"
     known = sorted(p.name.removesuffix(".idx") for p in parent.glob("*.idx"))
     if known:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
-from .files import sampled_hash, sync_and_close, temporary_name
+from .files import reporting, sampled_hash, sync_and_close, temporary_name
 
 MAGIC = b"HEXMASK\x00"
 VERSION = 1
@@ -37,12 +37,12 @@ class TokenMask:
     of so many ``tokens``, with these ``files``, index and tokens.
 
     Raises:
-        HexadError: it is of another format, truncated, or of other data.
+        HexadError: it cannot be read, is of another format, truncated, or of other data.
     """
 
     def __init__(self, path: Path, tokens: int, files: tuple[Path, Path]) -> None:
         self.path = path
-        with path.open("rb") as stream:
+        with reporting(path), path.open("rb") as stream:
             raw = stream.read(HEADER.size)
         if len(raw) < HEADER.size or raw[: len(MAGIC)] != MAGIC:
             raise HexadError(f"{path}: not a loss mask: expected {MAGIC!r} and a header; {_AGAIN}")

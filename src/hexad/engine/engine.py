@@ -88,6 +88,8 @@ class Engine(State):
         optimizer: torch.optim.Optimizer | None = None,
         ties: Ties | None = None,
     ) -> None:
+        if not isinstance(mesh, Mesh):
+            raise HexadError(f"mesh: found {mesh!r}, expected that of hexad.launch")
         self.mesh, self.training = mesh, training
         self.language: LanguageModel | None = None
         if isinstance(stages, Config):
@@ -239,9 +241,9 @@ class Engine(State):
         if not self._reduced:
             raise HexadError("update: found no reduced gradients; call begin, accumulate and reduce before")
         own = self.optimizer.rule.has_rate
-        if own != (lr is None) or not (lr is None or 0 <= lr < math.inf):
+        if own != (lr is None) or not (lr is None or (isinstance(lr, int | float) and 0 <= lr < math.inf)):
             expected = "None: the optimizer's groups have rates" if own else "a number that is not negative"
-            raise HexadError(f"update: found lr {lr}, expected {expected}")
+            raise HexadError(f"update: found lr {lr!r}, expected {expected}")
         set_apart = self.config.optimizer.decoupled_lr is not None and not own
         if set_apart != (decoupled_lr is not None) or not 0 <= (decoupled_lr or 0) < math.inf:
             expected = "a number that is not negative" if set_apart else "None without optimizer.decoupled_lr"

@@ -49,14 +49,14 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < inf:
-            raise ConfigError("--temperature", f"found {self.temperature}, expected a number from 0")
-        if self.top_k < 0:
-            raise ConfigError("--top-k", f"found {self.top_k}, expected 0 (all) or more")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError("--top-p", f"found {self.top_p}, expected a number above 0, at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError("--seed", f"found {self.seed}, expected 0 to 2^63 - 1")
+        if not isinstance(self.temperature, int | float) or not 0 <= self.temperature < inf:
+            raise ConfigError("--temperature", f"found {self.temperature!r}, expected a number from 0")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ConfigError("--top-k", f"found {self.top_k!r}, expected 0 (all) or more")
+        if not isinstance(self.top_p, int | float) or not 0 < self.top_p <= 1:
+            raise ConfigError("--top-p", f"found {self.top_p!r}, expected a number above 0, at most 1")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ConfigError("--seed", f"found {self.seed!r}, expected 0 to 2^63 - 1")
 
 
 def asked_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:

@@ -53,7 +53,8 @@ class Wanted:
         batch: texts written at once.
 
     Raises:
-        ConfigError: a number below 1, several samples that would all be the same, an empty text to stop at.
+        ConfigError: a number below 1, several samples that would all be the same, an empty text to
+            stop at, or one that is not Unicode.
     """
 
     tokens: int = 128
@@ -64,8 +65,9 @@ class Wanted:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "samples", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name}", f"found {getattr(self, name)}, expected at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"--{name}", f"found {value!r}, expected an integer of at least 1")
         if self.samples > 1 and self.sampling.temperature == 0:
             raise ConfigError(
                 "--samples",
@@ -73,6 +75,11 @@ class Wanted:
             )
         if "" in self.stop:
             raise ConfigError("--stop", "found an empty text; leave it out")
+        for text in self.stop:
+            try:
+                text.encode()
+            except (AttributeError, UnicodeEncodeError):
+                raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
 
 def write(

@@ -204,10 +204,13 @@ def launch(config: Config) -> Iterator[Run]:
 
     Raises:
         ConfigError: settings that do not fit the world, before any process group is made.
-        HexadError: the rendezvous failed (a port in use, an unreachable host), or the layout has no work for
-            this rank (``faults.idle_ranks``; see :func:`hexad.launching.rendezvous.wait_idle`).
+        HexadError: what is given is no configuration, the rendezvous failed (a port in use, an unreachable
+            host), or the layout has no work for this rank (``faults.idle_ranks``; see
+            :func:`hexad.launching.rendezvous.wait_idle`).
         CommError: a rank that had been there is gone.
     """
+    if not isinstance(config, Config):
+        raise HexadError(f"config: found {config!r}, expected what hexad.load_config returns")
     here = environment()
     layout = working_layout(config, here.world)
     check_config(config, layout)

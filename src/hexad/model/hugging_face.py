@@ -74,7 +74,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise HexadError(f"{directory}: not a Hugging Face model: {CONFIG_FILE} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(raw, dict):
         raise HexadError(f"{path}: found a {type(raw).__name__}, expected an object of settings")

@@ -34,8 +34,9 @@ def check_start(config: Config) -> None:
     """
     directory = Path(config.run.dir)
     there = next((path for path in (directory, *directory.parents) if path.exists()), None)
-    if there is not None and not there.is_dir():
-        raise ConfigError("run.dir", f"cannot write to {directory}: {there} is a file")
+    for path in (there, directory / "checkpoints"):
+        if path is not None and path.exists() and not path.is_dir():
+            raise ConfigError("run.dir", f"cannot write to {directory}: {path} is a file")
     try:
         path = CheckpointDirectory(directory).start(config.checkpoint)
         tree = path and yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))

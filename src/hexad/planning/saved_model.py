@@ -213,6 +213,12 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
     Raises:
         HexadError: conversations that are malformed, without a chat template, or that it refuses.
     """
+    for number, prompt in enumerate(prompts, 1):
+        form = {"prompt": str, "messages": list}
+        given = [key for key in form if isinstance(prompt, Mapping) and key in prompt]
+        if len(given) != 1 or not isinstance(prompt[given[0]], form[given[0]]):
+            expected = 'an object with "prompt", a text, or "messages", a list'
+            raise HexadError(f"prompt {number}: found {prompt!r}, expected {expected}")
     begin = bos_ids(tokenizer, config.data.bos)
     template = _template(prompts, config)
     encoded_prompts: list[list[int]] = []

@@ -59,6 +59,10 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     "misspelt": lambda _: deepspeed.initialize(model=Mlp(), config=adam(weigth_decay=0.9)),
     "betas": lambda _: deepspeed.initialize(model=Mlp(), config=adam(betas=0.9)),
     "one beta": lambda _: deepspeed.initialize(model=Mlp(), config=adam(betas=[0.9])),
+    "lr true": lambda _: deepspeed.initialize(model=Mlp(), config=adam(lr=True)),
+    "no parameters": lambda _: deepspeed.initialize(
+        model=Mlp(), model_parameters=[], config=deepspeed_config(0)
+    ),
     "lr": lambda _: deepspeed.initialize(model=Mlp(), config=adam(lr="high")),
     "scheduler.params": lambda _: deepspeed.initialize(
         model=Mlp(), config=deepspeed_config(0, scheduler={"type": "WarmupLR", "params": {"warmup_steps": 1}})
@@ -114,6 +118,8 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
         ("betas", "optimizer.params.betas: found 0.9, expected two numbers"),
         ("one beta", r"optimizer.params.betas: found \[0.9\], expected two numbers"),
         ("lr", "optimizer.params.lr: found 'high', expected a number"),
+        ("lr true", "optimizer.params.lr: found True, expected a number"),
+        ("no parameters", "model_parameters: found none; pass those to train, or leave it out to train all"),
         ("scheduler.params", "scheduler.params.warmup_steps: not a parameter of WarmupLR .did you mean"),
         ("scheduler.type", "unknown scheduler 'WarmupLr' .did you mean 'WarmupLR'"),
         ("object", r"client_state.a\[1\].b: found a object, which a checkpoint cannot store"),

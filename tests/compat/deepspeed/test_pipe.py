@@ -249,6 +249,8 @@ def mistake(kind: str) -> None:
         deepspeed.PipelineModule([tied, nn.Linear(4, 4), tied], 2)
     if kind == "no data":
         engine.train_batch()
+    if kind == "list":
+        engine.train_batch([batch_of(0)] * 4)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +267,34 @@ def mistake(kind: str) -> None:
         ("one rank", "found a Tensor as a microbatch"),
         ("buffer", "TiedLayerSpec 'norm': found running_mean, which is not trained"),
         ("no data", "train_batch: found no data_iter and no training_data"),
+        ("list", r"train_batch: found a list, expected an iterator: iter\(...\), made once"),
     ],
 )
 def test_mistakes_are_named(pool: Pool, kind: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         pool.run(2, mistake, kind)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (nn.Linear(2, 2), "layers: found a Linear, expected a list of layers"),
+        ([nn.ReLU(), 3], r"layers\[1\]: found 3, expected a LayerSpec or a function"),
+    ],
+)
+def test_layers_that_are_none_are_named(layers: Any, message: str) -> None:
+    with pytest.raises(HexadError, match=message):
+        deepspeed.PipelineModule(layers, num_stages=1)
+
+
+def test_a_loss_that_is_no_scalar_is_refused() -> None:
+    model = deepspeed.PipelineModule([nn.Linear(2, 2)], num_stages=1)
+    engine, *_ = deepspeed.initialize(
+        model=model, config={"train_batch_size": 3, "optimizer": {"type": "AdamW"}}
+    )
+    pair = torch.zeros(3, 2), torch.zeros(3, 2)
+    with pytest.raises(HexadError, match=r"without loss_fn, has shape \(3, 2\), expected a scalar loss"):
+        engine.train_batch(iter([pair]))
 
 
 def test_a_tied_layer_is_made_once() -> None:

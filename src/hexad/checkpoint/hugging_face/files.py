@@ -87,7 +87,7 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             return {key: content.get(key) for key in SPECIAL}
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     return dict.fromkeys(SPECIAL) | {"eos_token_id": eod}
 

@@ -211,7 +211,7 @@ def _weight_files(directory: Path) -> dict[str, str]:
         named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):
             raise ValueError("weight_map does not give each tensor a file of the directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HexadError(f"{path}: not an index of tensors: {one_line(error)}") from None
     return dict(named)
 

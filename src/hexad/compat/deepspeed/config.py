@@ -12,7 +12,8 @@ from typing import Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names
+from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names, one_line
+from hexad.config.files import readable
 
 from .keys import Keys, NoEffect, Refused, Section
 
@@ -87,11 +88,11 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise HexadError(f"config: found a {kind}, expected a path or a dictionary of DeepSpeed's keys")
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = readable(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise HexadError(f"{path}: no such DeepSpeed configuration") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(f"{path}: cannot be read: {error}") from None
+        raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -105,6 +106,8 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         tree = _read_hjson(text, once, HexadError(f"{path}, {where}: not valid JSON: {error.msg}"))
+    except (ValueError, RecursionError) as error:  # a number that is too long, or nested too deeply
+        raise HexadError(f"{path}: not valid JSON: {one_line(error)}") from None
     if not isinstance(tree, dict):
         raise HexadError(f"{path}: found a {type(tree).__name__}, expected an object with DeepSpeed's keys")
     return tree

@@ -397,6 +397,9 @@ class DeepSpeedEngine(EngineCheckpoints):
 
     def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is not None:
+            if not hasattr(data_iter, "__next__"):  # each step would begin it again
+                kind = type(data_iter).__name__
+                raise HexadError(f"train_batch: found a {kind}, expected an iterator: iter(...), made once")
             return data_iter
         if self.training_dataloader is None:
             raise HexadError("train_batch: found no data_iter and no training_data; pass one of them")

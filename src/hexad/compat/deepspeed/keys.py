@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hexad.config.model import Integer, Number
+
 
 @dataclass(frozen=True)
 class NoEffect:
@@ -39,8 +41,8 @@ ALWAYS = NoEffect("always so")
 KERNELS = NoEffect("an implementation detail of DeepSpeed's kernels")
 
 
-At0 = Annotated[int, Field(ge=0)]
-At1 = Annotated[int, Field(ge=1)]
+At0 = Annotated[Integer, Field(ge=0)]
+At1 = Annotated[Integer, Field(ge=1)]
 Tree = dict[str, Any]
 
 
@@ -56,12 +58,12 @@ class Fp16(Section):
     """``fp16``."""
 
     enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
-    loss_scale: Annotated[float, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
+    loss_scale: Annotated[Number, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
     initial_scale_power: Annotated[At0, Field(le=127), Is("`precision.loss_scale_initial`, 2 to this")] = 16
     loss_scale_window: Annotated[At1, Is("`precision.loss_scale_window`")] = 1000
     hysteresis: Annotated[At1, Is("`precision.loss_scale_hysteresis`")] = 2
     consecutive_hysteresis: Annotated[bool, Is("`precision.loss_scale_consecutive`")] = False
-    min_loss_scale: Annotated[float, Field(gt=0), Is("`precision.loss_scale_min`")] = 1.0
+    min_loss_scale: Annotated[Number, Field(gt=0), Is("`precision.loss_scale_min`")] = 1.0
     auto_cast: Annotated[bool, Is("floating-point inputs are cast to fp16")] = False
     fp16_master_weights_and_grads: Annotated[bool, Refused("master weights are fp32; remove it")] = False
     fp16_opt_level: Annotated[str | None, NoEffect("of Apex")] = None
@@ -316,7 +318,7 @@ class Keys(Section):
         bool, Is("false: every `step()` updates, after any number of backward passes")
     ] = True
     gradient_clipping: Annotated[
-        float, Field(ge=0), Is("`optimizer.clip`; 1.0 by default, as in DeepSpeed since 0.19")
+        Number, Field(ge=0), Is("`optimizer.clip`; 1.0 by default, as in DeepSpeed since 0.19")
     ] = 1.0
     prescale_gradients: Annotated[bool, NoEffect("the same mean, but for rounding")] = False
     gradient_predivide_factor: Annotated[float, NoEffect("the same mean, but for rounding")] = 1.0

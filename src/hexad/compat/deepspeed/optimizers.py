@@ -145,6 +145,8 @@ def _plain_number(key: str, value: Any) -> Any:
     field = f"optimizer.params.{key}"
     if key in ("lr", "eps", "weight_decay", "momentum"):
         try:
+            if isinstance(value, bool):
+                raise TypeError
             return value if isinstance(value, Tensor) else float(value)
         except (TypeError, ValueError):
             raise ConfigError(field, f"found {value!r}, expected a number") from None

@@ -159,7 +159,12 @@ class PipelineModule(nn.Module):
             raise HexadError(f"activation_checkpoint_interval: found {interval!r}, expected 0 or more")
         if schedule == "auto":
             raise HexadError("schedule: found auto, which is not for lists of layers; name one, such as 1f1b")
+        if not isinstance(layers, Iterable):
+            raise HexadError(f"layers: found a {type(layers).__name__}, expected a list of layers")
         self.specs, self.loss_fn = list(layers), loss_fn
+        for number, layer in enumerate(self.specs):
+            if not isinstance(layer, LayerSpec) and not callable(layer):
+                raise HexadError(f"layers[{number}]: found {layer!r}, expected a LayerSpec or a function")
         self.activation_checkpoint_interval = interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers

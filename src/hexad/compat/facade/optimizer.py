@@ -52,6 +52,9 @@ def adopted_optimizer(
         HexadError: it is neither, has a parameter twice, or one that the module does not have.
     """
     wanted: Any = trained(module) if parameters is None else list(parameters)
+    held = set(module.parameters())
+    if not wanted and held and parameters is not None:
+        raise HexadError("model_parameters: found none; pass those to train, or leave it out to train all")
     if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
         wanted = [nn.Parameter(torch.zeros(1))]
     if isinstance(given, torch.optim.Optimizer):
@@ -62,7 +65,6 @@ def adopted_optimizer(
         raise HexadError(
             f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
         )
-    held = set(module.parameters())
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = [tuple(parameter.shape) for parameter in listed if parameter not in held]
     if others and held:  # a pipeline's stage without parameters has a placeholder

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from hexad.config.errors import HexadError
 from hexad.config.hub import PREFIX, local
 
-from ..indexed import IndexedDataset, IndexedWriter, dtype_for
+from ..indexed import IndexedDataset, IndexedWriter, bin_path, dtype_for, idx_path
 from ..load.whole_samples import packing_facts
+from ..masks import mask_path
 from ..sidecar import check_mask, describe, read_sidecar, sidecar_path, write_sidecar
 from ..text.chat import load_chat_template
 from ..text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from .records import Document, Reading
-from .sources import NotText, Piece, cut, find_files, read, streamed
+from .sources import Found, NotText, Piece, check_used, cut, find_files, read, streamed
 
 _TASK_BYTES = 1 << 20
 """Least text of a task, if there is enough: sending a task costs as much as a small file."""
@@ -148,7 +149,8 @@ def build(
     encoder = load_tokenizer(local(tokenizer).removeprefix(PREFIX))
     reading = reading_of(encoder, json_key, chat_template)
     files, left_out = find_files(inputs, include, exclude)
-    pieces = cut(files)
+    pieces = cut(_not_written(files, prefix))
+    check_used({"--json-key": json_key, "--chat-template": chat_template}, pieces)
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
     writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
@@ -169,6 +171,19 @@ def build(
         eod=frame.eod if any_framed else None,
         bos=frame.bos if any_framed else (),
     )
+
+
+def _not_written(files: Sequence[Found], prefix: str | Path) -> list[Found]:
+    """The files without those that the build will replace, of an earlier one in a directory of the inputs.
+
+    Raises:
+        HexadError: the user has named one of them.
+    """
+    written = {os.path.realpath(path(prefix)) for path in (bin_path, idx_path, mask_path, sidecar_path)}
+    for path, named in files:
+        if named and os.path.realpath(path) in written:
+            raise HexadError(f"--output: found '{prefix}', whose files would replace the input {path}")
+    return [file for file in files if os.path.realpath(file.path) not in written]
 
 
 def _describe(

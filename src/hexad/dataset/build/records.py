@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from hexad.config.errors import HexadError, did_you_mean
 
 from ..text.chat import ChatTemplate
-from .sources import Place, Record
+from .sources import Place, Record, kind_of
 
 Span = tuple[int, int]
 
@@ -16,10 +16,6 @@ _KEYS = (
 )  # fmt: skip
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles that others have other names for."""
-_NAMES = {
-    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
-    list: "a list", dict: "an object",
-}  # fmt: skip
 
 
 class Document(NamedTuple):
@@ -139,11 +135,16 @@ class Reading:
         for number in answers:
             if not any(value for name, value in messages[number].items() if name != "role"):
                 raise HexadError(f"{place}: {key}[{number}]: the answer is empty: nothing to train on")
+            if (weight := messages[number].get("weight")) not in (None, 1):
+                raise HexadError(
+                    f"{place}: {key}[{number}]: its 'weight' is {weight!r}, but every answer is trained with "
+                    "weight 1; remove the key, or end the conversation before this answer"
+                )
         if self.template is None:
             raise HexadError(f"{place}: {self.no_template}")
         tools = content.get("tools")
         if tools is not None and not isinstance(tools, list):
-            raise HexadError(f"{place}: 'tools' is {_name(tools)}, expected a list of function schemas")
+            raise HexadError(f"{place}: 'tools' is {kind_of(tools)}, expected a list of function schemas")
         try:
             text, spans = self.template.conversation(messages, tools, first)
         except HexadError as error:
@@ -175,7 +176,7 @@ def _instructed(content: dict[str, Any], place: Place) -> list[dict[str, Any]]:
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
         raise HexadError(f"{place}: 'history' is not a list of [question, answer]")
-    question = "\n".join(part for part in (text("instruction"), text("input")) if part)
+    question = "\n".join(part for part in (_text("instruction", content, place), text("input")) if part)
     messages = [{"role": "system", "content": text("system")}] if text("system") else []
     for asked, answer in [*history, [question, text("output")]]:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -188,7 +189,7 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
         return value
     if value is None and place.kind == "row":  # a missing value of a table
         return ""
-    raise HexadError(f"{place}: '{key}' is {_name(value)}, expected text")
+    raise HexadError(f"{place}: '{key}' is {kind_of(value)}, expected text")
 
 
 def check_messages(key: str, messages: Any, place: Place | str, template: ChatTemplate | None) -> None:
@@ -198,7 +199,7 @@ def check_messages(key: str, messages: Any, place: Place | str, template: ChatTe
         HexadError: naming place, ``key`` and message.
     """
     if not isinstance(messages, list):
-        raise HexadError(f"{place}: '{key}' is {_name(messages)}, expected a list of messages")
+        raise HexadError(f"{place}: '{key}' is {kind_of(messages)}, expected a list of messages")
     if not messages:
         raise HexadError(f"{place}: '{key}' is empty: a conversation has at least one message")
     for number, message in enumerate(messages):
@@ -211,7 +212,7 @@ def check_messages(key: str, messages: Any, place: Place | str, template: ChatTe
 def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
     """The problem of a message that no template can render, if there is one."""
     if not isinstance(message, dict):
-        return f" is {_name(message)}, expected {{'role': ..., 'content': ...}}"
+        return f" is {kind_of(message)}, expected {{'role': ..., 'content': ...}}"
     role = message.get("role")
     if not isinstance(role, str):
         problem = "no 'role'" if role is None else f"role {role!r}"
@@ -229,16 +230,11 @@ def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
-                kind = part.get("type") if isinstance(part, dict) else _name(part)
+                kind = part.get("type") if isinstance(part, dict) else kind_of(part)
                 return f": its content has a part of type {kind!r}, expected 'text'"
     elif content is not None and not isinstance(content, str):
-        return f": its content is {_name(content)}, expected text"
+        return f": its content is {kind_of(content)}, expected text"
     return None
-
-
-def _name(value: Any) -> str:
-    shown = f" ({value!r})" if isinstance(value, int | float) and not isinstance(value, bool) else ""
-    return _NAMES.get(type(value), type(value).__name__) + shown
 
 
 def _keys(content: dict[str, Any]) -> str:

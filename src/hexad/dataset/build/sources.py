@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -167,11 +167,11 @@ def find_files(
     files: list[Found] = []
     left_out = 0
     for given in map(Path, inputs):
-        if given.is_dir():
+        if os.path.isdir(given):
             paths = [(path, path.relative_to(given)) for path in _walk(given)]
-        elif given.is_file():
+        elif os.path.isfile(given):
             paths = [(given, given)]
-        elif given.exists():
+        elif os.path.exists(given):
             raise HexadError(f"{given}: found a device, pipe or socket, expected a file or directory")
         else:
             raise HexadError(f"{given}: no such file or directory")
@@ -179,7 +179,7 @@ def find_files(
             if (include and not _matches(inside, include)) or _matches(inside, exclude):
                 left_out += 1
             else:
-                files.append(Found(path, not given.is_dir()))
+                files.append(Found(path, not os.path.isdir(given)))
     if not files:
         what = f"--include and --exclude leave out all there is, {counted(left_out, 'file')}"
         raise HexadError(f"{', '.join(map(str, inputs))}: {what if left_out else 'no files found'}")
@@ -230,6 +230,19 @@ def cut(files: Iterable[Found]) -> list[Piece]:
     return pieces
 
 
+def check_used(options: Mapping[str, str | None], pieces: Iterable[Piece]) -> None:
+    """Refuse options of records where no file has any.
+
+    Raises:
+        HexadError: naming the option.
+    """
+    if all(piece.kind == "text" for piece in pieces):
+        for option, value in options.items():
+            if value is not None:
+                problem = "no input is .jsonl, .ndjson, .json or .parquet; leave it out"
+                raise HexadError(f"{option}: found '{value}', but {problem}")
+
+
 def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces, with compressed .jsonl files divided: they can be read only from their beginning, so that
     one process decompresses what the others tokenize.
@@ -273,8 +286,10 @@ def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]
 def _read_text(piece: Piece) -> str:
     with opened(piece.path) as (stream, _):
         raw = stream.read(_HEAD)
-        if not piece.named and b"\0" in raw:
-            raise NotText("binary")
+        if b"\0" in raw:
+            if not piece.named:
+                raise NotText("binary")
+            raise HexadError(f"{piece.path}: binary, byte {raw.index(0)} is NUL; expected text")
         raw += stream.read()
     if not piece.named and not raw:
         raise NotText("empty")
@@ -319,7 +334,7 @@ def _read_array(piece: Piece) -> Iterator[Record]:
     records = _json(content, Place(piece.path), "; if it has a record per line, name it .jsonl")
     if not isinstance(records, list):
         raise HexadError(
-            f"{piece.path}: a JSON {type(records).__name__}, expected an array of records; to read it as "
+            f"{piece.path}: found {kind_of(records)}, expected an array of records; to read it as "
             "text, name it .txt or give its directory"
         )
     for number, record in enumerate(records, 1):
@@ -337,12 +352,24 @@ def _as_lines(path: Path) -> str:
 def _as_object(value: Any, place: Place) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise HexadError(f"{place}: a JSON {type(value).__name__}, expected an object")
+    raise HexadError(f"{place}: found {kind_of(value)}, expected an object")
+
+
+_KINDS = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
+    list: "a list", dict: "an object",
+}  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    """What a value of a record is, for messages."""
+    shown = f" ({value!r})" if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return _KINDS.get(type(value), type(value).__name__) + shown
 
 
 def _json(content: bytes, place: Place, hint: str = "") -> Any:
     try:
-        return json.loads(content)
+        return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         problem = f"byte 0x{content[error.start]:02x} is not UTF-8 text"
     except (ValueError, RecursionError) as error:

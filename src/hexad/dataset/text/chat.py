@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config.errors import HexadError, one_line
+from hexad.config.files import readable
 
 from ..files import reporting
 from .tokenizer import tokenizer_settings
@@ -277,6 +278,6 @@ def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
 def _read(path: Path) -> str:
     try:
         with reporting(path):
-            return path.read_text(encoding="utf-8")
+            return readable(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise HexadError(f"{path}: not UTF-8 text; expected a chat template in Jinja2's language") from None

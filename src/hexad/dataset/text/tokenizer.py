@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -319,9 +320,9 @@ def vocabulary_file(spec: str) -> Path | None:
     if spec == "byte":
         return None
     path = Path(spec)
-    if path.is_file():
+    if os.path.isfile(spec):  # False for a name that is too long, too
         return path
-    if not path.is_dir():
+    if not os.path.isdir(spec):
         raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
     if files := vocabulary_files(path):
         return files[0]
@@ -344,7 +345,7 @@ def tokenizer_settings(directory: Path) -> dict[str, Any]:
             settings |= {key: value for key, value in content.items() if value is not None}
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise HexadError(f"{directory / file}: not readable as JSON: {one_line(error)}") from None
     return settings
 

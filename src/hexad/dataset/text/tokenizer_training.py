@@ -8,7 +8,7 @@ from typing import Any
 from hexad.config.errors import HexadError
 
 from ..build.records import Reading
-from ..build.sources import NotText, cut, find_files, read, streamed
+from ..build.sources import NotText, check_used, cut, find_files, read, streamed
 from ..files import reporting
 from .chat import ChatTemplate
 from .tokenizer import END_NAMES, HuggingFaceTokenizer
@@ -49,6 +49,7 @@ def training_texts(
         HexadError: an input cannot be read or decoded, naming file and line; or there is no text.
     """
     pieces = cut(find_files(inputs, include, exclude)[0])
+    check_used({"--json-key": json_key}, pieces)
     total, done, empty = sum(piece.size for piece in pieces), 0, True
     reading = Reading(json_key, _Listing("", ""))
     for piece in streamed(pieces):

@@ -6,6 +6,7 @@ from a tensor's shape.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -106,6 +107,12 @@ class Guarded(nn.Parameter):
             args, kwargs = tree_map(_provided, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        values = self.provide(self)  # itself, if the values have arrived: then it has its usual class again
+        copy = self.usual(values, self.requires_grad) if values is not self else deepcopy(self, memo)
+        memo[id(self)] = copy
+        return copy
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, not gathered"

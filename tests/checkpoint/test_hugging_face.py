@@ -174,6 +174,21 @@ def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path
         assert {k: v for k, v in saved[0].items() if saved[1][k] != v} in ({}, {"max_positions": 16})
 
 
+def test_a_model_of_its_own_shape_with_a_published_tokenizer(tmp_path: Path) -> None:
+    """What the published model's configuration says of its layers is not true of these."""
+    run = small_run(tmp_path, "qwen3")
+    published = theirs.save("qwen3", tmp_path / "published")
+    assert len(plain(published)["layer_types"]) == 3
+    train_bpe(["the lazy dog jumps"] * 9, 280, published)
+    built = ("--output", str(tmp_path / "bpe"), "--tokenizer", str(published))
+    assert call("data", "build", "--input", str(tmp_path / "text.txt"), *built).status == 0
+    data = (f"data.tokenizer={published}", f"data.train={tmp_path / 'bpe'}")
+    result = run.train("model.layers=2", *data)
+    assert result.status == 0, result.err
+    convert("export", run.directory, tmp_path / "out")
+    assert theirs.load(tmp_path / "out").config.layer_types == ["full_attention"] * 2
+
+
 def test_any_layout_exports_the_same(tmp_path: Path, pool: Pool) -> None:
     """Shares of matrices, a model on two stages, bf16 weights rounded from their fp32 masters."""
     run = small_run(tmp_path, "gpt2")

@@ -135,16 +135,17 @@ def test_metrics_wait_for_space(tmp_path: Path, caplog: pytest.LogCaptureFixture
     file = MetricsFile(path, 0)
     file.write({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (path.stat().st_size, path.stat().st_size + 5):  # no byte more; a part of a line
+    size = path.stat().st_size
+    for limit in (size, size + 5, 5):  # no byte more; a part of a line; no room for a copy
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
             file.write({"step": 2})
             file.write({"step": 3})
+            file.rewind(1)  # a roll back
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert path.read_text() == '{"step": 1}\n'
-        file.rewind(1)
-    assert caplog.text.count("cannot be written: ") == 2
+    assert caplog.text.count("cannot be written: ") == 3
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
     try:
         file.write({"step": 2})

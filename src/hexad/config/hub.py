@@ -61,5 +61,5 @@ def _downloaded(name: str, weights: bool) -> str:
 
 
 def local_tokenizer(source: str) -> str:
-    """As :func:`local`, for the tokenizer of a model: its weights are not downloaded, the prefix is left out."""
+    """The directory of a model's tokenizer, found as by :func:`local`, but without downloading weights."""
     return local(source, weights=False).removeprefix(PREFIX)

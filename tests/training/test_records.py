@@ -8,11 +8,13 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+from hexad import Callback, train
 from hexad.dataset.indexed import IndexedWriter
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.text.tokenizer import load_tokenizer
@@ -154,6 +156,22 @@ def test_metrics_wait_for_space(tmp_path: Path, caplog: pytest.LogCaptureFixture
     file.write({"step": 3})
     file.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_full_disk_hides_no_error(make_run: MakeRun) -> None:
+    """The traceback does not fit into the log, here by a limit of file sizes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Fails(Callback):
+        def on_step(self, trainer: Any, metrics: Any) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+            raise ValueError("x" * 200_000)
+
+    try:
+        with pytest.raises(ValueError, match="xxx"):
+            train(make_run().path, callbacks=[Fails()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_tensorboard(make_run: MakeRun) -> None:

@@ -500,6 +500,9 @@ def read_at_once(zero: int) -> tuple[list[torch.Tensor], list[str]]:
         assert list(complete) == list(copied) and all(torch.equal(complete[n], copied[n]) for n in copied)
         assert "not gathered" in repr(module[0].weight) or zero < 3
         assert module[0].weight.shape == (97, 96) and module[0].weight.grad is None
+        assert (
+            module[0].weight.nbytes == 97 * 96 * module[0].weight.itemsize and not module[0].weight.is_sparse
+        )
     first = engine.state_dict(first_only=True)
     assert len(first) == (0 if mesh.rank else 4)
     return values, errors

@@ -138,7 +138,10 @@ def _provided(value: Any) -> Any:
 def _without_values() -> frozenset[Any]:
     """What can be called with a parameter whose values are not here."""
     kind: Any = Tensor
-    read = "device dtype grad_fn is_cpu is_cuda is_leaf is_meta layout ndim requires_grad shape grad".split()
+    facts = (
+        "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_quantized is_sparse itemsize layout nbytes"
+    )
+    read = f"{facts} ndim requires_grad shape grad".split()
     called = "dim element_size is_complex is_floating_point ndimension nelement numel requires_grad_ size"
     hooks = "register_hook register_post_accumulate_grad_hook retain_grad __len__"
     methods = [getattr(kind, name) for name in f"{called} {hooks}".split()]

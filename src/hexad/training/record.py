@@ -42,7 +42,7 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object per logged step.
 
     Lines of steps after ``last_step`` (of a run that died, about to be repeated) are removed. Lines that
-    cannot be written, as on a full disk, wait in memory for the next step, so that training goes on.
+    cannot be written, as on a full disk, wait in memory for the next step, so that training continues.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -65,9 +65,7 @@ class MetricsFile:
             with suppress(OSError):
                 self._file.truncate(size)
             if len(self._waiting) == 1:
-                text = (
-                    "%s: cannot be written: %s; training goes on, and the lines are written once they can be"
-                )
+                text = "%s: cannot be written: %s; training continues, and the lines are written once they can be"
                 log.warning(text, self._path, error.strerror)
         else:
             self._waiting.clear()

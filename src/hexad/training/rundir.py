@@ -76,7 +76,7 @@ class _Stderr(logging.Handler):
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
-    """Writes to ``log-rankN.txt``, as long as its disk has space: training goes on without."""
+    """Writes to ``log-rankN.txt``, as long as its disk has space: training continues without."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing."""

@@ -103,7 +103,7 @@ class ChatTemplate:
             if first and len(blocks) != len(answers):
                 raise HexadError(
                     f"the chat template of {self.name} marks {len(blocks)} answers of {len(answers)}, so "
-                    "that those of the prompt cannot be told apart"
+                    "that those of the prompt cannot be distinguished"
                 )
             blocks = blocks[sum(number < first for number in answers) :] if first else blocks
             return text, tuple(span for span in blocks if span[0] < span[1])
@@ -117,7 +117,7 @@ class ChatTemplate:
             if not until.startswith(before) or not text.startswith(until):
                 raise HexadError(
                     f"messages[{number}]: the chat template of {self.name} does not render this answer as a "
-                    "continuation of the messages before it, so that its tokens cannot be told apart; give a "
+                    "continuation of the messages before it, so that its tokens cannot be distinguished; give a "
                     "template that marks answers by {% generation %} blocks (--chat-template FILE)"
                 )
             spans.append((len(before), len(before) + self._length(until[len(before) :])))

@@ -13,9 +13,10 @@ from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.reader import Checkpoint
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
-from hexad.generation.generator import load_model
+from hexad.generation.generator import Sampling, generate_all, load_model
 from hexad.model.configuration import build_config
 from hexad.model.families import families
+from hexad.model.transformer import Transformer
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
@@ -46,15 +47,19 @@ def refused(command: str, source: Path, to: Path, *options: str) -> str:
     return result.error
 
 
-def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tensor:
-    """``[sequences, length, vocab]`` of the model in a checkpoint, computed by ours."""
+def loaded(path: Path, dtype: str) -> Transformer:
+    """Our model of a checkpoint."""
     path = find_checkpoint(path)
     with Checkpoint(path) as checkpoint:
         tree = dict(checkpoint.manifest.config)
     config = build_config({**tree, "precision": {"dtype": dtype}, "parallel": {}})
-    model = load_model(
-        config, path, Mesh.create(Layout(world=1), torch.device("cpu")), [range(config.model.layers)]
-    )
+    mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
+    return load_model(config, path, mesh, [range(config.model.layers)])
+
+
+def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tensor:
+    """``[sequences, length, vocab]`` of the model in a checkpoint, computed by ours."""
+    model = loaded(path, dtype)
     with torch.no_grad():
         values = model.logits(model(tokens))
     return values.view(*tokens.shape, -1)[..., : model.vocab]
@@ -126,6 +131,23 @@ def test_a_bf16_model_generates_as_transformers_does(tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     wanted = model.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert json.loads(result.out)["tokens"] == wanted[0, prompt.shape[1] :].tolist()
+
+
+def test_texts_that_grow_beyond_the_original_length_of_longrope(tmp_path: Path) -> None:
+    """Their keys are computed again, as in transformers, whatever the other texts of the batch are."""
+    model = theirs.load(theirs.save("phi3, longrope", tmp_path / "hf", torch.float64))
+    for parameter in model.parameters():
+        parameter.data *= 6 if parameter.dim() > 1 else 1  # positions count
+    model.save_pretrained(tmp_path / "large")
+    convert("import", tmp_path / "large", tmp_path / "ours")
+    prompts = [[7, 30, 11], [5] * 10, list(range(20, 33))]  # the length is 10
+    texts = generate_all(loaded(tmp_path / "ours", "fp64"), prompts, 12, Sampling(), lambda *_: False)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = list(prompt)
+        with theirs.exact_norms(), torch.no_grad():
+            for _ in range(12):
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert text == ids[len(prompt) :]
 
 
 _SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}

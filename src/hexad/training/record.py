@@ -65,7 +65,7 @@ class MetricsFile:
             with suppress(OSError):
                 self._file.truncate(size)
             if len(self._waiting) == 1:
-                text = "%s: cannot be written: %s; training continues, and the lines are written once they can be"
+                text = "%s: cannot be written: %s; training continues; the lines are written once they can be"
                 log.warning(text, self._path, error.strerror)
         else:
             self._waiting.clear()

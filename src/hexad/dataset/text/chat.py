@@ -117,7 +117,7 @@ class ChatTemplate:
             if not until.startswith(before) or not text.startswith(until):
                 raise HexadError(
                     f"messages[{number}]: the chat template of {self.name} does not render this answer as a "
-                    "continuation of the messages before it, so that its tokens cannot be distinguished; give a "
+                    "continuation of the messages before it, so that its tokens cannot be told apart; give a "
                     "template that marks answers by {% generation %} blocks (--chat-template FILE)"
                 )
             spans.append((len(before), len(before) + self._length(until[len(before) :])))

@@ -167,8 +167,8 @@ def _choices(annotation: Any) -> Iterator[tuple[str, object]]:
         else:
             yield _number(inner[0], bounds), _OPEN
     elif origin in (list, tuple):
-        members = ", ".join(text for part in inner for text, _ in _choices(part))
-        yield f"[{members}{', ...' if origin is list else ''}]", _OPEN
+        members = ", ".join(text for part in inner if part is not ... for text, _ in _choices(part))
+        yield f"[{members}{', ...' if origin is list or ... in inner else ''}]", _OPEN
     elif _is_group(annotation):
         yield "group, see below", _OPEN
     else:

@@ -15,6 +15,7 @@ import pytest
 from hexad.config import HexadError
 from hexad.config.hub import _downloaded, local
 from hexad.dataset.text.tokenizer_training import train_bpe
+from hexad.model.configuration import build_config
 
 from ..training.command import call
 from . import hugging_face as theirs
@@ -110,6 +111,17 @@ def test_a_model_is_downloaded_once(hub: type[Hub], tmp_path: Path, monkeypatch:
     assert f"load: hf:{directory}" in (tmp_path / "run" / "config.yaml").read_text()
     result = call("checkpoint", "import", "--from", "hf:org/name", "--to", "imported")
     assert result.status == 0, result.err
+
+
+def test_a_tokenizer_comes_without_weights(hub: type[Hub], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the lazy dog " * 200)
+    build = ("data", "build", "--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "data"))
+    result = call(*build, "--tokenizer", "hf:org/name")
+    assert result.status == 0, result.err
+    config = {"data": {"tokenizer": "hf:org/name"}}
+    directory = Path(build_config(config).data.tokenizer)
+    assert directory.name == REVISION and not list(directory.glob("*.safetensors"))
+    assert list(Path(local("hf:org/name").removeprefix("hf:")).glob("*.safetensors"))  # which follow later
 
 
 def test_problems_are_one_line(hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

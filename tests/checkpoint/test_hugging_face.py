@@ -13,9 +13,10 @@ from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.reader import Checkpoint
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
-from hexad.generation.generator import load_model
+from hexad.generation.generator import Sampling, generate_all, load_model
 from hexad.model.configuration import build_config
 from hexad.model.families import families
+from hexad.model.transformer import Transformer
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
@@ -46,15 +47,19 @@ def refused(command: str, source: Path, to: Path, *options: str) -> str:
     return result.error
 
 
-def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tensor:
-    """``[sequences, length, vocab]`` of the model in a checkpoint, computed by ours."""
+def loaded(path: Path, dtype: str) -> Transformer:
+    """Our model of a checkpoint."""
     path = find_checkpoint(path)
     with Checkpoint(path) as checkpoint:
         tree = dict(checkpoint.manifest.config)
     config = build_config({**tree, "precision": {"dtype": dtype}, "parallel": {}})
-    model = load_model(
-        config, path, Mesh.create(Layout(world=1), torch.device("cpu")), [range(config.model.layers)]
-    )
+    mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
+    return load_model(config, path, mesh, [range(config.model.layers)])
+
+
+def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tensor:
+    """``[sequences, length, vocab]`` of the model in a checkpoint, computed by ours."""
+    model = loaded(path, dtype)
     with torch.no_grad():
         values = model.logits(model(tokens))
     return values.view(*tokens.shape, -1)[..., : model.vocab]
@@ -128,6 +133,23 @@ def test_a_bf16_model_generates_as_transformers_does(tmp_path: Path) -> None:
     assert json.loads(result.out)["tokens"] == wanted[0, prompt.shape[1] :].tolist()
 
 
+def test_texts_that_grow_beyond_the_original_length_of_longrope(tmp_path: Path) -> None:
+    """Their keys are computed again, as in transformers, whatever the other texts of the batch are."""
+    model = theirs.load(theirs.save("phi3, longrope", tmp_path / "hf", torch.float64))
+    for parameter in model.parameters():
+        parameter.data *= 6 if parameter.dim() > 1 else 1  # positions count
+    model.save_pretrained(tmp_path / "large")
+    convert("import", tmp_path / "large", tmp_path / "ours")
+    prompts = [[7, 30, 11], [5] * 10, list(range(20, 33))]  # the length is 10
+    texts = generate_all(loaded(tmp_path / "ours", "fp64"), prompts, 12, Sampling(), lambda *_: False)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = list(prompt)
+        with theirs.exact_norms(), torch.no_grad():
+            for _ in range(12):
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert text == ids[len(prompt) :]
+
+
 _SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": _SCALING},
@@ -172,6 +194,21 @@ def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path
             assert theirs.same(one.read(name), other.read(name)), name
         saved = (one.manifest.config["model"], other.manifest.config["model"])
         assert {k: v for k, v in saved[0].items() if saved[1][k] != v} in ({}, {"max_positions": 16})
+
+
+def test_a_model_of_its_own_shape_with_a_published_tokenizer(tmp_path: Path) -> None:
+    """What the published model's configuration says of its layers is not true of these."""
+    run = small_run(tmp_path, "qwen3")
+    published = theirs.save("qwen3", tmp_path / "published")
+    assert len(plain(published)["layer_types"]) == 3
+    train_bpe(["the lazy dog jumps"] * 9, 280, published)
+    built = ("--output", str(tmp_path / "bpe"), "--tokenizer", str(published))
+    assert call("data", "build", "--input", str(tmp_path / "text.txt"), *built).status == 0
+    data = (f"data.tokenizer={published}", f"data.train={tmp_path / 'bpe'}")
+    result = run.train("model.layers=2", *data)
+    assert result.status == 0, result.err
+    convert("export", run.directory, tmp_path / "out")
+    assert theirs.load(tmp_path / "out").config.layer_types == ["full_attention"] * 2
 
 
 def test_any_layout_exports_the_same(tmp_path: Path, pool: Pool) -> None:

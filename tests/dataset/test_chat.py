@@ -263,7 +263,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({"text": 5}, r"'text' is a number \(5\), expected text"),
     "null": ({"text": None}, "'text' is null, expected text"),
     "no key": ({"body": "x"}, "none of 'text', 'messages', .*; keys found: 'body'"),
-    "two kinds": ({"text": "a", "messages": []}, "has 'messages' and 'text'; choose one with --json-key"),
+    "two kinds": ({"text": "a", "messages": []}, "has 'messages' and 'text'; choose 'messages' or "
+                  "'text' with --json-key, or remove one"),
+    "no single key": ({"prompt": "a", "completion": "b", "instruction": "b", "output": "c"},
+                      "has 'completion' and 'instruction'; remove one"),
     "no completion": ({"prompt": "a"}, "a 'prompt' without 'completion'"),
     "no prompt": ({"completion": "a"}, "a 'completion' without 'prompt'"),
     "empty completion": ({"prompt": "a", "completion": ""}, "'completion' is empty"),
@@ -271,7 +274,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "empty answer": (_chat(USER, {"role": "assistant", "content": ""}), r"\[1\]: the answer is empty"),
     "history": ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' is not a list of"),
     "speaker": ({"conversations": [{"from": "bot", "value": "a"}]}, r"conversations\[0\]: role 'bot' is unk"),
-    "two forms": ({"instruction": "a", "output": "b", "text": "c"}, "has 'text' and 'instruction'; choose"),
+    "two forms": ({"instruction": "a", "output": "b", "text": "c"}, "has 'text' and 'instruction'; choose "
+                  "'text' with"),
     "empty": (_chat(), "'messages' is empty"),
     "no list": ({"messages": "hi"}, "'messages' is text, expected a list"),
     "no object": (_chat("hi"), r"messages\[0\] is text, expected \{'role': "),

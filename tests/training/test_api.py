@@ -9,6 +9,7 @@ import pytest
 
 import hexad
 from hexad.config import HexadError
+from hexad.training.callbacks import checked_callbacks
 
 from .command import RunFile
 from .conftest import MakeRun
@@ -67,6 +68,17 @@ def test_a_callback_stops_and_the_run_resumes(run_file: RunFile) -> None:
     again = Recorded()
     assert hexad.train(run_file.path, callbacks=[again]).step == 4
     assert again.calls[0] == ("start", outcome.step, True)
+
+
+class Switched(hexad.Callback):
+    """Has an attribute that is no method."""
+
+    on_gpu = False
+
+
+def test_attributes_of_callbacks_are_free() -> None:
+    (callback,) = checked_callbacks([Switched()])
+    assert isinstance(callback, Switched)
 
 
 class Misspelt(hexad.Callback):

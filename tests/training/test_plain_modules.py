@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -450,6 +452,30 @@ def test_experts_on_one_stage_only(zero: int, pool: Pool) -> None:
     assert pool.run(4, routed, zero) == pytest.approx([expected] * 4, rel=1e-12)
 
 
+def copied_at_once(zero: int) -> list[torch.Tensor]:
+    """The parameters of a copy of a module that is made directly after an update."""
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(WIDTH, 97, dtype=FLOAT), nn.Linear(97, 1, dtype=FLOAT))
+    engine = Engine(module, mesh_of(), module_config(zero), compute=lambda module, x, *_: module(x).sum())
+    engine.begin(1)
+    engine.accumulate([torch.ones(2, WIDTH, dtype=FLOAT)])
+    engine.reduce()
+    engine.update(0.1)
+    with engine.gathered() if zero == 3 else nullcontext():
+        copy = deepcopy(module)
+    assert {type(parameter) for parameter in copy.parameters()} == {nn.Parameter}
+    return [parameter.detach() for parameter in copy.parameters()]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_module_is_copied_after_an_update(zero: int, pool: Pool) -> None:
+    expected = pool.run(2, copied_at_once, 0)[0]
+    for copied in pool.run(2, copied_at_once, zero):
+        assert all(
+            torch.allclose(*pair, rtol=1e-9, atol=1e-12) for pair in zip(copied, expected, strict=True)
+        )
+
+
 def read_at_once(zero: int) -> tuple[list[torch.Tensor], list[str]]:
     """A weight read directly after every update, and what reading a sharded one raises."""
     mesh = mesh_of()
@@ -474,6 +500,9 @@ def read_at_once(zero: int) -> tuple[list[torch.Tensor], list[str]]:
         assert list(complete) == list(copied) and all(torch.equal(complete[n], copied[n]) for n in copied)
         assert "not gathered" in repr(module[0].weight) or zero < 3
         assert module[0].weight.shape == (97, 96) and module[0].weight.grad is None
+        assert (
+            module[0].weight.nbytes == 97 * 96 * module[0].weight.itemsize and not module[0].weight.is_sparse
+        )
     first = engine.state_dict(first_only=True)
     assert len(first) == (0 if mesh.rank else 4)
     return values, errors

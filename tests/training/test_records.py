@@ -8,11 +8,13 @@ from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+from hexad import Callback, train
 from hexad.dataset.indexed import IndexedWriter
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.text.tokenizer import load_tokenizer
@@ -135,16 +137,17 @@ def test_metrics_wait_for_space(tmp_path: Path, caplog: pytest.LogCaptureFixture
     file = MetricsFile(path, 0)
     file.write({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (path.stat().st_size, path.stat().st_size + 5):  # no byte more; a part of a line
+    size = path.stat().st_size
+    for limit in (size, size + 5, 5):  # no byte more; a part of a line; no room for a copy
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:
             file.write({"step": 2})
             file.write({"step": 3})
+            file.rewind(1)  # a roll back
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert path.read_text() == '{"step": 1}\n'
-        file.rewind(1)
-    assert caplog.text.count("cannot be written: ") == 2
+    assert caplog.text.count("cannot be written: ") == 3
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
     try:
         file.write({"step": 2})
@@ -153,6 +156,22 @@ def test_metrics_wait_for_space(tmp_path: Path, caplog: pytest.LogCaptureFixture
     file.write({"step": 3})
     file.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_full_disk_hides_no_error(make_run: MakeRun) -> None:
+    """The traceback does not fit into the log, here by a limit of file sizes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Fails(Callback):
+        def on_step(self, trainer: Any, metrics: Any) -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+            raise ValueError("x" * 200_000)
+
+    try:
+        with pytest.raises(ValueError, match="xxx"):
+            train(make_run().path, callbacks=[Fails()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_tensorboard(make_run: MakeRun) -> None:

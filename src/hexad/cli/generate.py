@@ -144,5 +144,5 @@ def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
                 click.echo("---")
             click.echo(entry["prompt"] + text.text)
     if request["as_json"]:
-        alone = {} if several else documents[0]  # its keys stand outside too
+        alone = {} if several else documents[0]  # its keys are outside too
         click.echo(json.dumps({**alone, "results": documents}))

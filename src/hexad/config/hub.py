@@ -10,14 +10,15 @@ PREFIX = "hf:"
 """What names of published models, and directories in their format, begin with."""
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken")
+_SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken")
+_WEIGHTS = "*.safetensors"
 _UNUSED = ("consolidated*", "original/*", "onnx/*")
 """Copies of the weights in other formats."""
 
 
-def local(source: str) -> str:
-    """``hf:DIR`` for ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION``, whose files are downloaded unless the cache
-    has them; anything else, and what is a directory here, as it is.
+def local(source: str, weights: bool = True) -> str:
+    """``hf:DIR`` for ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION``, whose files (``weights``: with those) are
+    downloaded unless the cache has them; anything else, and what is a directory here, as it is.
 
     Cache and token are those of ``huggingface_hub``: ``HF_HOME``, ``HF_TOKEN`` or ``hf auth login``.
 
@@ -29,11 +30,11 @@ def local(source: str) -> str:
         raise HexadError(f"found {source} without a name; write hf:DIR or hf:ORG/NAME")
     if not source.startswith(PREFIX) or os.path.exists(name) or not _NAME.fullmatch(name):
         return source
-    return PREFIX + _downloaded(name)
+    return PREFIX + _downloaded(name, weights)
 
 
 @cache
-def _downloaded(name: str) -> str:
+def _downloaded(name: str, weights: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -43,9 +44,10 @@ def _downloaded(name: str) -> str:
     )
 
     repository, _, revision = name.partition("@")
+    files = [*_SMALL, _WEIGHTS] if weights else [*_SMALL]
     try:
         return snapshot_download(
-            repository, revision=revision or None, allow_patterns=[*_FILES], ignore_patterns=[*_UNUSED]
+            repository, revision=revision or None, allow_patterns=files, ignore_patterns=[*_UNUSED]
         )
     except GatedRepoError:
         problem = "its owner gives access to accounts; ask for it on its page, then set HF_TOKEN"
@@ -58,3 +60,8 @@ def _downloaded(name: str) -> str:
     except Exception as error:  # of the network, the disk, or what the hub answers
         problem = one_line(error)
     raise HexadError(f"{name}: no such directory, and no model to download: {problem}")
+
+
+def local_tokenizer(source: str) -> str:
+    """The directory of a model's tokenizer, found as by :func:`local`, but without downloading weights."""
+    return local(source, weights=False).removeprefix(PREFIX)

@@ -173,7 +173,7 @@ class State:
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Make the values of all parameters of this rank's stages complete and current while inside, to be
-        read; all ranks together. Outside, whoever reads a parameter that is being gathered waits for it, and
+        read; all ranks together. Outside, reading a parameter that is being gathered waits for it, and
         reading one that is sharded (ZeRO 3) is an error."""
         self.gatherer.settle()
         for bucket in self.buckets:

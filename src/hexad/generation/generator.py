@@ -150,11 +150,26 @@ def generate_all(
     """
     new: list[list[int]] = [[] for _ in prompts]
     seeds = [sampling.seed] * len(prompts) if seeds is None else seeds
-    for tokens_of in _steps(model, prompts, tokens, sampling, seeds, pipeline):
-        for number, token in list(tokens_of.items()):
-            new[number].append(token)
-            if ended(number, new[number]):
-                del tokens_of[number]  # it does not continue
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    scaling = model.model.rope_scaling
+    # Beyond this length LongRoPE has other frequencies, with which all keys are computed again.
+    switch = scaling.original_positions if scaling is not None and scaling.type == "longrope" else 0
+    numbers = list(range(len(prompts)))
+    while numbers:
+        begun = [prompts[number] + new[number] for number in numbers]
+        left = tokens - min(len(new[number]) for number in numbers)
+        of_rows, again = [generators[number] for number in numbers], []
+        for tokens_of in _steps(model, begun, left, sampling, of_rows, pipeline):
+            for row, token in list(tokens_of.items()):
+                number = numbers[row]
+                new[number].append(token)
+                done = ended(number, new[number]) or len(new[number]) == tokens
+                if not done and len(prompts[number]) + len(new[number]) == switch + 1:
+                    again.append(number)
+                elif not done:
+                    continue
+                del tokens_of[row]  # it does not continue
+        numbers = again
     return new
 
 
@@ -164,7 +179,7 @@ def _steps(
     prompts: Sequence[list[int]],
     tokens: int,
     sampling: Sampling,
-    seeds: Sequence[int],
+    generators: Sequence[torch.Generator],
     pipeline: Axis | None,
 ) -> Iterator[dict[int, int]]:
     """The next id of every prompt that continues, by its number: those that the caller leaves in what was
@@ -172,7 +187,6 @@ def _steps(
     for prompt in prompts:
         _check(model, prompt, tokens)
     device, pipeline = model.shard.device, pipeline or Axis("pipeline")
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     lengths = Lengths([*map(len, prompts)], max(map(len, prompts)) + tokens, device)
     caches = [KeyValueCache(lengths) for _ in model.layers]
     running = list(range(len(prompts)))  # prompts of the rows

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, ConfigError, blaming, parse_config, read_tree
-from hexad.config.hub import PREFIX, local
+from hexad.config.hub import local, local_tokenizer
 from hexad.config.model import ModelSettings
 
 from .families import family, preset
@@ -47,13 +47,11 @@ def build_config(tree: Mapping[str, Any]) -> Config:
 
 def _with_local_sources(config: Config) -> Config:
     """The configuration with directories in place of the names of published models."""
-    for group, name in (("model", "load"), ("data", "tokenizer")):
+    for group, name, find in (("model", "load", local), ("data", "tokenizer", local_tokenizer)):
         settings = getattr(config, group)
         given = getattr(settings, name)
         with blaming(f"{group}.{name}"):
-            found = None if given is None else local(given)
-        if found is not None and name == "tokenizer":
-            found = found.removeprefix(PREFIX)
+            found = None if given is None else find(given)
         if found != given:
             config = config.model_copy(update={group: settings.model_copy(update={name: found})})
     return config

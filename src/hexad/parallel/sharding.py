@@ -6,6 +6,7 @@ from a tensor's shape.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -107,6 +108,12 @@ class Guarded(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        values = self.provide(self)  # itself, if the values have arrived: then it has its usual class again
+        copy = self.usual(values, self.requires_grad) if values is not self else deepcopy(self, memo)
+        memo[id(self)] = copy
+        return copy
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
 
@@ -131,7 +138,10 @@ def _provided(value: Any) -> Any:
 def _without_values() -> frozenset[Any]:
     """What can be called with a parameter whose values are not here."""
     kind: Any = Tensor
-    read = "device dtype grad_fn is_cpu is_cuda is_leaf is_meta layout ndim requires_grad shape grad".split()
+    facts = (
+        "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_quantized is_sparse itemsize layout nbytes"
+    )
+    read = f"{facts} ndim requires_grad shape grad".split()
     called = "dim element_size is_complex is_floating_point ndimension nelement numel requires_grad_ size"
     hooks = "register_hook register_post_accumulate_grad_hook retain_grad __len__"
     methods = [getattr(kind, name) for name in f"{called} {hooks}".split()]

@@ -82,7 +82,7 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
             kind = callback.__name__ if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise HexadError(f"callbacks: found {kind}, expected instances of hexad.Callback")
         for name in dir(callback):
-            if name.startswith("on_") and name not in known:
+            if name.startswith("on_") and name not in known and callable(getattr(callback, name)):
                 hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
                 raise HexadError(
                     f"callbacks: {type(callback).__name__} has {name}, which is never called{hint}"

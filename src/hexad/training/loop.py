@@ -148,23 +148,8 @@ class Trainer:
         config, engine = self.config, self.engine
         # Agreed, because files may fail on the one rank that writes.
         recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
-        steps, warmup = config.run.steps, config.lr_schedule.warmup
-        if warmup >= steps:
-            log.info("lr_schedule.warmup %d is not over by run.steps %d", warmup, steps)
-        elif cut_short(config.lr_schedule, steps):
-            text = (
-                "the decay of the learning rate ends at step %d, after run.steps %d (lr_schedule.decay_steps)"
-            )
-            log.info(text, config.lr_schedule.decay_steps, steps)
-        profiled = config.log.profile.start if config.log.profile else 0
-        for name, step in (("timeline", config.log.timeline), ("profile.start", profiled)):
-            if step > steps:
-                log.info("log.%s %d is after run.steps %d", name, step, steps)
-        if engine.step >= steps:
-            log.info("nothing to do: run.steps is %d; set a larger number to continue", steps)
-        elif self._impatient():
-            text = "nothing to do: validate.patience is %d; set a larger number to continue"
-            log.info(text, config.validate_.patience)
+        steps = config.run.steps
+        self._report_settings()
         with recorder as sink, self._stopping as stop, collected_by_step() as collect:
             self._notify("on_start")
             while engine.step < steps and not self._impatient():
@@ -212,6 +197,27 @@ class Trainer:
         outcome = Outcome(engine.step, signal)
         self._notify("on_end", outcome)
         return outcome
+
+    def _report_settings(self) -> None:
+        """Log settings without effect in so many steps, and that there is nothing to do."""
+        config = self.config
+        steps, warmup = config.run.steps, config.lr_schedule.warmup
+        if warmup >= steps:
+            log.info("lr_schedule.warmup %d is not over by run.steps %d", warmup, steps)
+        elif cut_short(config.lr_schedule, steps):
+            text = (
+                "the decay of the learning rate ends at step %d, after run.steps %d (lr_schedule.decay_steps)"
+            )
+            log.info(text, config.lr_schedule.decay_steps, steps)
+        profiled = config.log.profile.start if config.log.profile else 0
+        for name, step in (("timeline", config.log.timeline), ("profile.start", profiled)):
+            if step > steps:
+                log.info("log.%s %d is after run.steps %d", name, step, steps)
+        if self.engine.step >= steps:
+            log.info("nothing to do: run.steps is %d; set a larger number to continue", steps)
+        elif self._impatient():
+            text = "nothing to do: validate.patience is %d; set a larger number to continue"
+            log.info(text, config.validate_.patience)
 
     def _notify(self, event: str, *facts: object) -> None:
         """Call a method of every callback, in their order."""

@@ -42,13 +42,13 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object per logged step.
 
     Lines of steps after ``last_step`` (of a run that died, about to be repeated) are removed. Lines that
-    cannot be written, as on a full disk, wait in memory for the next step, so that training goes on.
+    cannot be written, as on a full disk, wait in memory for the next step, so that training continues.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
         self._waiting: list[bytes] = []
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("a+b", buffering=0)
         self.rewind(last_step)
 
     def write(self, metrics: Metrics) -> None:
@@ -65,23 +65,18 @@ class MetricsFile:
             with suppress(OSError):
                 self._file.truncate(size)
             if len(self._waiting) == 1:
-                text = (
-                    "%s: cannot be written: %s; training goes on, and the lines are written once they can be"
-                )
+                text = "%s: cannot be written: %s; training continues; the lines are written once they can be"
                 log.warning(text, self._path, error.strerror)
         else:
             self._waiting.clear()
 
     def rewind(self, last_step: int) -> None:
-        self._file.close()
-        self._waiting = [line for line in self._waiting if _step(line.decode()) <= last_step]
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        temporary = self._path.with_suffix(".partial")
-        temporary.write_text(
-            "".join(f"{line}\n" for line in lines if _step(line) <= last_step), encoding="utf-8"
-        )
-        os.replace(temporary, self._path)
-        self._file = self._path.open("ab", buffering=0)
+        self._waiting = [line for line in self._waiting if _step(line) <= last_step]
+        self._file.seek(0)
+        lines = self._file.read().splitlines(keepends=True)
+        while lines and _step(lines[-1]) > last_step:
+            lines.pop()
+        self._file.truncate(sum(map(len, lines)))  # needs no space, unlike another file
 
     def close(self) -> None:
         self._flush()
@@ -90,9 +85,9 @@ class MetricsFile:
         self._file.close()
 
 
-def _step(line: str) -> float:
+def _step(line: bytes) -> float:
     try:
-        return int(json.loads(line)["step"])
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")  # truncated by a kill
 

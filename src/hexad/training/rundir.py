@@ -76,7 +76,7 @@ class _Stderr(logging.Handler):
 
 
 class _LogFile(logging.StreamHandler[TextIO]):
-    """Writes to ``log-rankN.txt``, as long as its disk has space: training goes on without."""
+    """Writes to ``log-rankN.txt``, as long as its disk has space: training continues without."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Nothing."""
@@ -97,7 +97,13 @@ def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None
     stack.callback(_close, file)
     faulthandler.enable(file)
     stack.callback(faulthandler.disable)
-    stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)
+
+    def write_error(kind: object, error: BaseException | None, trace: object) -> None:
+        with suppress(OSError):  # a full disk must not hide it
+            if error:
+                traceback.print_exception(error, file=file)
+
+    stack.push(write_error)
     handlers: list[logging.Handler] = [_LogFile(file)]
     if run.mesh.rank == 0:
         handlers.append(_Stderr())

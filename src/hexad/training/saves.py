@@ -37,10 +37,9 @@ class Evaluations:
 
     def add(self, loss: float, step: int) -> bool:
         """Add an evaluation; returns whether it is among the best."""
-        others = [(other, at) for other, at in self.best if at != step]  # repeated after a roll back
-        lowest = isfinite(loss) and (not others or loss < others[0][0])
+        lowest = isfinite(loss) and (not self.best or loss < self.best[0][0])
         self.since = 0 if lowest else self.since + 1
-        self.best = sorted([*others, (loss, step)] if isfinite(loss) else others)[: self._most]
+        self.best = sorted([*self.best, (loss, step)] if isfinite(loss) else self.best)[: self._most]
         return (loss, step) in self.best
 
     def progress(self) -> dict[str, Any]:
@@ -137,6 +136,7 @@ class Saves:
         if manifest is None:
             return None
         self.engine.rolled_back(manifest[1].progress, samples)
+        self.evaluations.restored(manifest[1].progress)  # without those of steps that will be repeated
         return manifest[1]
 
     def close(self) -> None:

@@ -39,6 +39,9 @@ def expert_facts(degrees: dict[str, int]) -> dict[str, Any]:
     facts["ranks"] = [getattr(parallel_state, f"get_{name}_rank")() for name in kinds]
     facts["sizes"] = [getattr(parallel_state, f"get_{name}_world_size")() for name in kinds]
     facts["dense"] = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(True))
+    both = parallel_state.get_tensor_and_data_parallel_group
+    for name, group in (("tp-dp", both(True)), ("tp-dp-cp", both(False, True))):  # check_initialized is first
+        facts[name] = dist.get_process_group_ranks(group)
     parallel_state.set_expert_model_parallel_rank(5)
     assert parallel_state.get_expert_model_parallel_rank() == 5
     parallel_state.set_expert_model_parallel_rank(None)
@@ -76,6 +79,8 @@ def test_expert_groups(pool: Pool, tp: int, pp: int, cp: int, ep: int, etp: int 
         for name, token in tokens.items():
             assert facts[name] == next(g for g in expert.get_ranks(token) if rank in g), (rank, name)
         assert facts["dense"] == next(g for g in dense.get_ranks("dp-cp") if rank in g)
+        for token in ("tp-dp", "tp-dp-cp"):
+            assert facts[token] == next(g for g in dense.get_ranks(token) if rank in g)
         assert facts["ranks"] == [facts[name].index(rank) for name in list(tokens)[:3]]
         assert facts["sizes"] == [len(facts[name]) for name in list(tokens)[:3]]
 

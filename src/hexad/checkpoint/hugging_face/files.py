@@ -94,13 +94,15 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
 
 def other_settings(directory: Path | None, model_type: str) -> dict[str, Any]:
     """What the ``config.json`` of a model of the same type has, without what :func:`special_tokens` reads,
-    and what is not true of other weights: their format and quantization, and how positions are rotated."""
+    and what is not true of other weights or follows from our settings: their format and quantization, how
+    positions are rotated, and each layer's kind (of as many layers as *that* model has)."""
     path = directory / CONFIG_FILE if directory is not None else None
     if path is None or not path.is_file():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
     formats = ("dtype", "torch_dtype", "quantization_config")
-    dropped = (*SPECIAL, *formats, "_name_or_path", "transformers_version")
+    derived = ("layer_types", "original_max_position_embeddings")
+    dropped = (*SPECIAL, *formats, *derived, "_name_or_path", "transformers_version")
     if content.get("model_type") != model_type:
         return {}
     return {key: value for key, value in content.items() if key not in dropped and not key.startswith("rope")}

@@ -235,18 +235,23 @@ _FACTS: dict[str, tuple[str, Callable[[Axis], Any]]] = {
 }
 """Facts of an axis: what they are, for docstrings, and how they are read."""
 
+_CONTEXT_PLACES = {"data": 0, "tensor-data": 1}
+"""Axes that may include context ranks, and the place of ``with_context_parallel`` among the arguments."""
+
 
 def _getter(axis: str, fact: str) -> Callable[..., Any]:
     """A function that returns a fact of an axis; of data ranks, with the context ranks if asked for. What its
     setter has set comes first."""
     what, read = _FACTS[fact]
-    has_context = axis in ("data", "tensor-data")
 
-    def getter(with_context_parallel: bool = False, *_: Any, **__: Any) -> Any:
+    def getter(*flags: Any, with_context_parallel: bool = False, **_: Any) -> Any:
         given, axes = _state().set_values.get((axis, fact)), _state().axes
         if given is not None:
             return given
-        return read(axes[f"{axis}-context" if has_context and with_context_parallel else axis])
+        with_context = with_context_parallel
+        if axis in _CONTEXT_PLACES and len(flags) > _CONTEXT_PLACES[axis]:
+            with_context = flags[_CONTEXT_PLACES[axis]]
+        return read(axes[f"{axis}-context" if with_context and axis in _CONTEXT_PLACES else axis])
 
     getter.__doc__ = f"{what} the {axis.replace('-', ' x ')} ranks."
     return getter

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
-from hexad.config.hub import PREFIX, local
+from hexad.config.hub import local_tokenizer
 
 from ..indexed import IndexedDataset, IndexedWriter, bin_path, dtype_for, idx_path
 from ..load.whole_samples import packing_facts
@@ -146,7 +146,7 @@ def build(
     name, ending = os.path.splitext(prefix)
     if ending in (".bin", ".idx"):
         raise HexadError(f"--output: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
-    encoder = load_tokenizer(local(tokenizer).removeprefix(PREFIX))
+    encoder = load_tokenizer(local_tokenizer(tokenizer))
     reading = reading_of(encoder, json_key, chat_template)
     files, left_out = find_files(inputs, include, exclude)
     pieces = cut(_not_written(files, prefix))
@@ -419,7 +419,7 @@ def inspect(
     lengths = np.diff(data.starts(np.arange(data.documents + 1)))
     encoder = None
     if tokenizer is not None:
-        encoder = load_tokenizer(local(tokenizer).removeprefix(PREFIX))
+        encoder = load_tokenizer(local_tokenizer(tokenizer))
     elif sidecar is not None and sidecar.tokenizer is not None:
         with suppress(HexadError):  # built on another machine: the ids still show
             encoder = load_tokenizer(sidecar.tokenizer)

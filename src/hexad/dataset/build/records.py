@@ -82,9 +82,10 @@ class Reading:
         known = ("messages", "conversations", "completion", "text", "instruction")
         kinds = [kind for kind in known if kind in content and (kind != "instruction" or "output" in content)]
         if len(kinds) > 1:
-            raise HexadError(
-                f"{place}: has {' and '.join(map(repr, kinds))}; choose one with --json-key, or remove one"
-            )
+            # Of the others --json-key would read a part only.
+            single = [repr(kind) for kind in kinds if kind in ("messages", "conversations", "text")]
+            choose = f"choose {' or '.join(single)} with --json-key, or " if single else ""
+            raise HexadError(f"{place}: has {' and '.join(map(repr, kinds))}; {choose}remove one")
         for key in ("messages", "conversations"):
             if key in content:
                 return self._conversation(key, content, place)

@@ -104,7 +104,7 @@ class ChatTemplate:
             if first and len(blocks) != len(answers):
                 raise HexadError(
                     f"the chat template of {self.name} marks {len(blocks)} answers of {len(answers)}, so "
-                    "that those of the prompt cannot be told apart"
+                    "that those of the prompt cannot be distinguished"
                 )
             blocks = blocks[sum(number < first for number in answers) :] if first else blocks
             return text, tuple(span for span in blocks if span[0] < span[1])

@@ -68,7 +68,7 @@ class ParameterGatherer:
         shards = self._sharding[bucket.traits.grid].shards
         if bucket.plan.resident and shards.size > 1:
             self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
-            bucket.guard()  # whoever reads a parameter meanwhile waits
+            bucket.guard()  # reading a parameter meanwhile waits for it
         elif self._held[number]:
             self.fetch(number)
 

@@ -205,7 +205,7 @@ def _joined(rank: int, world: int, path: str, largest: int) -> int:
             launch._join(Environment(rank, world), world, torch.device("cpu"), TIMEOUT)
             mesh = Mesh.create(Layout(world=world, tensor=2, data=world // 2), torch.device("cpu"))
         launch.Run(mesh, Environment(), None).identical("x", 1)  # type: ignore[arg-type]
-        connections = _established() - before
+        connections = len(_established() - before)
         comm.merged(0, mesh.world, max)  # all have counted
         total = torch.ones(1)
         dist.all_reduce(total)  # the default group works, as soon as somebody uses it
@@ -218,8 +218,8 @@ def _joined(rank: int, world: int, path: str, largest: int) -> int:
         os.environ.update(variables)
 
 
-def _established() -> int:
-    """TCP connections of this process."""
+def _established() -> set[str]:
+    """The sockets of this process's TCP connections."""
     links = (os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _exists(name))
     inodes = {link[8:-1] for link in links if link.startswith("socket:")}
     lines = [
@@ -227,7 +227,7 @@ def _established() -> int:
         for name in ("tcp", "tcp6")
         for line in Path(f"/proc/net/{name}").read_text().splitlines()
     ]
-    return sum(line[3] == "01" and line[9] in inodes for line in lines if len(line) > 9)
+    return {line[9] for line in lines if len(line) > 9 and line[3] == "01"} & inodes
 
 
 def _exists(name: str) -> bool:

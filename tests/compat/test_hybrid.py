@@ -63,18 +63,13 @@ def test_the_sketch_of_textbooks_runs_unchanged(tmp_path: Path) -> None:
     assert len(alone) == 4 and alone[-1] < alone[0] - 0.5
 
 
+@pytest.mark.slow  # the textbooks' sketch, below, is in the default tests
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
         (2, "--pipeline-model-parallel-size 2"),
-        pytest.param(
-            4,
-            "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", marks=pytest.mark.slow
-        ),
+        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+        (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     ],
 )
 def test_losses_are_those_of_a_run(directory: Path, expected: list[float], ranks: int, layout: str) -> None:

@@ -91,7 +91,7 @@ class _Lines:
     SECONDS = 10.0
 
     def __init__(self) -> None:
-        self._name, self._began, self._last = "", 0.0, 0.0
+        self._name, self._began, self._last, self._first = "", 0.0, 0.0, 0
 
     def __call__(self, name: str, done: int, samples: int) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, one_line
 from hexad.config.files import readable
 
 from .options import json_option, nproc_option, overrides_argument, run_ranks
@@ -84,9 +84,7 @@ def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
     try:
         text = sys.stdin.read() if file == "-" else readable(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(
-            f"--prompts: {name}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise HexadError(f"--prompts: {name}: cannot be read: {one_line(error)}") from None
     for number, line in enumerate(text.split("\n"), 1):  # other separators may stand inside a JSON string
         if not line.strip():
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from .saved_state import COUNTERS
 from .zero_files import written_by_deepspeed
 
 
-class EngineCheckpoints(nn.Module):
+class EngineCheckpoints(nn.Module, ABC):
     """The part of :class:`~hexad.compat.deepspeed.engine.DeepSpeedEngine` that saves and loads."""
 
     _engine: Engine
@@ -156,6 +157,6 @@ class EngineCheckpoints(nn.Module):
         """Whether complete weights can be gathered: always."""
         return True
 
+    @abstractmethod
     def _begin(self) -> None:
         """Begin to accumulate gradients."""
-        raise NotImplementedError

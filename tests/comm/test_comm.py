@@ -1,6 +1,7 @@
 """Collectives against their definitions, the ledger against its formulas, and refusals."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +52,28 @@ def test_collectives_and_the_bytes_they_are_charged(pool: Pool, world: int) -> N
         assert sent["all_gather"] == (world - 1) * nbytes
         assert sent["reduce_scatter"] == share
         assert sent["broadcast"] == share
+
+
+def _labels(world: int) -> tuple[list[str], list[str]]:
+    """Labels of a collective while no profile is made, and while one is."""
+    axis, made = _mesh(world).tensor, []
+    original = torch.profiler.record_function
+
+    def label(name: str) -> Any:
+        made.append(name)
+        return original(name)
+
+    with mock.patch.object(torch.profiler, "record_function", label):
+        comm.all_reduce(torch.ones(3), axis)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        comm.all_reduce(torch.ones(3), axis)
+    return made, [event.name for event in profile.events() if event.name.startswith("hexad")]
+
+
+def test_calls_are_labelled_only_while_a_profile_is_made(pool: Pool) -> None:
+    """A label takes longer than all else that the host does for a call."""
+    expected = [], ["hexad.tensor.all_reduce", "hexad.tensor.all_reduce.wait"]
+    assert pool.run(2, _labels, 2) == [expected, expected]
 
 
 def _sums_over_places() -> list[float]:

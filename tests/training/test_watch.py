@@ -32,12 +32,13 @@ class Work:
     """NCCL's: to wait for it returns at once."""
 
     def __init__(self) -> None:
-        self.done = False
+        self.done, self.asked = False, 0
 
     def wait(self) -> None:
         pass
 
     def is_completed(self) -> bool:
+        self.asked += 1
         return self.done
 
 
@@ -80,6 +81,23 @@ def test_what_was_only_enqueued_is_not_finished(tmp_path: Path) -> None:
     second.done = other.done = True
     assert words().startswith("step 3, last finished all_reduce over axis ")
     assert all(entry.work is None for entry in trace._enqueued.values())  # no result is kept in memory
+
+
+def test_the_training_thread_does_not_ask_for_completion() -> None:
+    """A query of an event would end the capture of a graph."""
+    trace = Trace()
+    assert enqueue(trace).asked == 0
+    assert [call.kind.what for call in trace.unfinished()] == [f"all_reduce over axis {AXIS}"]
+
+
+def test_the_watch_uses_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask on the first GPU, which a new thread has, would start CUDA there on behalf of every rank."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    gpu = torch.device("cuda", 3)
+    with (tmp_path / "log").open("w+") as file, Watch(Trace(), 60, file, 0, tmp_path, gpu):
+        until(lambda: bool(chosen))
+    assert chosen == [gpu]
 
 
 def test_the_device_s_progress_counts(tmp_path: Path) -> None:

@@ -9,16 +9,18 @@ as contiguous memory and corrupts it in silence.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
 from hexad.topology.mesh import Axis
 
-from .trace import Call, Trace
+from .trace import Call, Kind, Trace
 
 
 def sent_bytes(operation: str, size: int, nbytes: int) -> int:
@@ -68,18 +70,18 @@ class Pending:
         result: Tensor,
         work: Any = None,
         call: Call | None = None,
-        trace: Trace | None = None,
+        axis: Axis | None = None,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._result, self._work, self._finish = result, work, finish
-        self._call, self._trace = call, trace
+        self._call, self._axis = call, axis
 
     def wait(self) -> Tensor:
         """Block until the result may be used (on a GPU: until the stream may use it)."""
         if self._work is not None:
             work, self._work = self._work, None
-            assert self._call is not None
-            _wait(self._call, self._trace, work.wait, work)
+            assert self._call is not None and self._axis is not None
+            _wait(self._call, self._axis.trace, work.wait, None if self._axis.on_host else work)
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result
@@ -107,19 +109,35 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
-    label, what = f"hexad.{axis.name}.{operation}", f"{operation} over axis {axis.name}"
+    kind = axis.kinds.get((operation, peer)) or _kind(operation, axis, peer)
+    made = Call(kind, nbytes, time.time())
+    if axis.trace is not None:
+        axis.trace.changes += 1
+    try:
+        with _labelled(kind.label):
+            return Pending(result, call(), made, axis, finish)
+    except RuntimeError as error:
+        raise CommError(f"{kind.what} failed: {error}") from error
+
+
+def _kind(operation: str, axis: Axis, peer: int | None) -> Kind:
+    """The names of such a call, made once: a layer makes ten calls, for which the host has 0.1 ms or less."""
+    what = f"{operation} over axis {axis.name}"
     if peer is None:
         what, queue = f"{what} (ranks {_compact(axis.ranks)})", f"{axis.name} {_compact(axis.ranks)}"
     else:
         what = queue = f"{what} with rank {axis.ranks[peer]}"
-    made = Call(what, nbytes, time.time(), label, queue)
-    if axis.trace is not None:
-        axis.trace.changes += 1
-    try:
-        with torch.profiler.record_function(label):
-            return Pending(result, call(), made, axis.trace, finish)
-    except RuntimeError as error:
-        raise CommError(f"{what} failed: {error}") from error
+    kind = axis.kinds[operation, peer] = Kind(what, f"hexad.{axis.name}.{operation}", queue)
+    return kind
+
+
+_UNLABELLED = nullcontext()
+
+
+def _labelled(label: str, suffix: str = "") -> AbstractContextManager[Any]:
+    """Names what is done inside in a profile, while one is made: a label takes several microseconds."""
+    # The flag of all threads: that of one is not set in autograd's.
+    return torch.profiler.record_function(label + suffix) if profiler._is_profiler_enabled else _UNLABELLED
 
 
 def _compact(ranks: tuple[int, ...]) -> str:
@@ -174,7 +192,7 @@ def reduce_scatter_async(tensor: Tensor, axis: Axis, out: Tensor | None = None) 
         raise ValueError(
             f"reduce_scatter over axis {axis.name}: {tensor.shape[0]} rows do not divide by {axis.size}"
         )
-    if tensor.device.type == "cpu":
+    if axis.on_host:
         return _reduce_scatter_by_exchange(tensor, axis, out)
     if out is None:
         out = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
@@ -307,14 +325,14 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
     Raises:
         CommError: a peer is lost.
     """
-    what = f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})"
-    return _wait(Call(what, 0, time.time(), f"hexad.{axis.name}.agreement"), axis.trace, action)
+    kind = axis.kinds.get(("agreement", None)) or _kind("agreement", axis, None)
+    return _wait(Call(kind, 0, time.time()), axis.trace, action)
 
 
 def _wait(call: Call, trace: Trace | None, action: Callable[[], T], work: Any = None) -> T:
     """Wait for a call by ``action``, noted in the trace, if there is one, and labelled for the profiler."""
     try:
-        with torch.profiler.record_function(f"{call.label}.wait"):
+        with _labelled(call.kind.label, ".wait"):
             return action() if trace is None else trace.wait(call, action, work)
     except RuntimeError as error:
-        raise CommError(f"{call.what} failed: {error}") from error
+        raise CommError(f"{call.kind.what} failed: {error}") from error

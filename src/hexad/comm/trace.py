@@ -8,18 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Call(NamedTuple):
-    """A collective or message: in words, its bytes, when it was started (seconds since the epoch), and its
-    label in profiles.
-
-    Calls of one ``queue`` are completed in the order in which they were started.
-    """
+class Kind(NamedTuple):
+    """The names of an axis's calls of one operation: in messages, in profiles, and of their queue. Calls of
+    one queue are completed in the order in which they were started."""
 
     what: str
+    label: str
+    queue: str
+
+
+class Call(NamedTuple):
+    """A collective or message: its kind, its bytes, and when it was started, in seconds since the epoch."""
+
+    kind: Kind
     nbytes: int
     since: float
-    label: str = ""
-    queue: str = ""
 
 
 @dataclass(eq=False)
@@ -44,7 +47,8 @@ class Trace:
 
     To wait for a collective of a GPU (NCCL) only makes a stream wait: it returns before the collective is
     completed, and so does the next one's. ``is_completed()`` of torch's ``Work`` tells; :meth:`unfinished`
-    asks it of one call per queue, so that no more than two results per queue are held.
+    asks it of one call per queue, so that no more than two results per queue are held. The training thread
+    never asks: a query of an event would end the capture of a graph.
 
     Attributes:
         step: the step being made.
@@ -64,17 +68,18 @@ class Trace:
 
     def wait(self, call: Call, action: Callable[[], T], work: Any = None) -> T:
         """Wait for a call by ``action``, and return what it returns; one that fails stays the one that is
-        waited for. Without ``work`` (torch's) it is completed when ``action`` returns.
+        waited for. ``work`` is torch's of a call that a device completes later; without, it is completed when
+        ``action`` returns.
         """
         self.waiting = call
         begin = time.perf_counter()
         result = action()
         self.waited += time.perf_counter() - begin
         self.waiting = None
-        if work is None or work.is_completed():
+        if work is None:
             self.finished = call
         else:
-            self._enqueued[call.queue] = _Enqueued(call, work)
+            self._enqueued[call.kind.queue] = _Enqueued(call, work)
         self.changes += 1
         return result
 

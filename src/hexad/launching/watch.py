@@ -83,11 +83,20 @@ class Watch:
     process. The same can happen if the complete job is stopped (SIGSTOP) for longer than that: the timer uses
     the wall clock and cannot distinguish this from a thread that did not run.
 
-    ``timeout`` is ``run.timeout``, in seconds; ``file`` the rank's log.
+    ``timeout`` is ``run.timeout``, in seconds; ``file`` the rank's log; ``device`` that of its collectives.
     """
 
-    def __init__(self, trace: Trace, timeout: float, file: TextIO, rank: int, run_dir: Path) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        timeout: float,
+        file: TextIO,
+        rank: int,
+        run_dir: Path,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (immutable)
+    ) -> None:
         self._trace = trace
+        self._device = device
         self._timeout = timeout
         self._file = file
         self._rank = rank
@@ -108,6 +117,8 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a new thread has the first one, and would start CUDA there
         looked = since = time.monotonic()
         seen, reported, over = self._trace.changes, False, False
         while not over:
@@ -139,7 +150,7 @@ class Watch:
         if self._unfinished:
             # What is left if torch's watchdog now aborts the process.
             call = self._unfinished[0]
-            write_error(f"CommError: {call.what} timed out: not completed within {self._timeout:.0f} s")
+            write_error(f"CommError: {call.kind.what} timed out: not completed within {self._timeout:.0f} s")
         write_flight_record(self._run_dir, self._rank)
 
     def words(self) -> str:
@@ -156,7 +167,7 @@ class Watch:
 
 def _words(call: Call) -> str:
     since = time.strftime("%H:%M:%S", time.localtime(call.since))
-    return f"{call.what}, {call.nbytes} bytes, started at {since}"
+    return f"{call.kind.what}, {call.nbytes} bytes, started at {since}"
 
 
 def _in_the_stack(words: str, call: Callable[[], bool]) -> bool:

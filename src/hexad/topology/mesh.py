@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Axis:
             :mod:`hexad.comm.agreement`; None of others, and in a world of one.
         trace: what this rank's collectives are doing, if something watches: a
             :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
+        kinds: names of its calls (filled by :mod:`hexad.comm`).
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
     """
@@ -44,12 +46,19 @@ class Axis:
     calls: Counter[str] = field(default_factory=Counter)
     trace: Any = None
     tree: Tree | None = None
+    kinds: dict[tuple[str, int | None], Any] = field(default_factory=dict)
     parts: tuple[Axis, ...] = ()
 
     @property
     def size(self) -> int:
         """The axis's degree."""
         return len(self.ranks)
+
+    @cached_property
+    def on_host(self) -> bool:
+        """Whether the host carries its collectives out (gloo): they are complete once they were waited for.
+        Others are queued on a device."""
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
 
 
 class Mesh:

@@ -113,4 +113,4 @@ def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None
         stack.callback(log.removeHandler, handler)
     log.setLevel(logging.INFO)
     if run.mesh.layout.world > 1:
-        stack.enter_context(Watch(run.mesh.trace, timeout, file, run.mesh.rank, path.parent))
+        stack.enter_context(Watch(run.mesh.trace, timeout, file, run.mesh.rank, path.parent, run.mesh.device))

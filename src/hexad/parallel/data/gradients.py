@@ -58,9 +58,10 @@ class Gradients:
         self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
         plain = any(declared.plain for bucket in buckets for declared in bucket.members)
-        # GPUs sum in place, unless a copy in another format is sent.
+        # Devices sum in place, unless a copy in another format is sent.
         beside = any(
-            bucket.gradient.device.type == "cpu" or bucket.gradient.dtype != reduced for bucket in buckets
+            sharding[bucket.traits.grid].shards.on_host or bucket.gradient.dtype != reduced
+            for bucket in buckets
         )
         self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
         self._reducing: dict[int, deque[tuple[Pending, Tensor, bool]]] = {}

@@ -53,7 +53,7 @@ class _Recorded:
     def __init__(self) -> None:
         self.decided: list[tuple[str, int]] = []
 
-    def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
+    def start(self, bucket: int, first: bool, last: bool, absent: Sequence[int]) -> None:
         self.decided.append(("start", bucket))
 
     def overrun(self) -> None:

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hexad.comm.streams import CudaStreams
 from hexad.launching import launch
 from hexad.model.configuration import build_config
-from hexad.parallel.data.buckets import pinned
 from hexad.planning import resolve
 from hexad.topology import mesh
 from hexad.topology.layout import Layout
+
+pinned = CudaStreams(torch.device("cuda", 0)).pinned
 
 
 class _Runtime:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hexad.comm import Trace, among_neighbours, from_first, gathered
+from hexad.comm import Trace, among_neighbours, from_first, gathered, streams
 from hexad.config import AgreedError, Config, one_line
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
@@ -58,7 +58,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
         self._last = False
-        self._copies = _Copies()
+        self._copies = _Copies(mesh.device)
         self._parts: list[Part] | None = None  # of this rank in the last checkpoint
         self._together: TensorFile | None = None  # to which they belong
 
@@ -69,7 +69,8 @@ class Checkpointer:
         reason: str = "schedule",
         last: bool = False,
     ) -> None:
-        """Save the state. Returns once the values are copied (or, synchronously, on disk).
+        """Save the state. Returns once the values are copied, or from a GPU being copied (or, synchronously,
+        on disk).
 
         Args:
             chunks: this rank's part of it.
@@ -86,9 +87,8 @@ class Checkpointer:
         held = {chunk.name: chunk.rectangle.shape for chunk in chunks}
         mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
-            self._saving = self._writer.submit(
-                self._write, self._copies.of(mine), held, dict(progress), reason
-            )
+            copies, copied = self._copies.of(mine)
+            self._saving = self._writer.submit(self._write, copies, held, dict(progress), reason, copied)
         else:
             self._settle(lambda: self._write(mine, held, progress, reason))
 
@@ -178,11 +178,15 @@ class Checkpointer:
         held: Mapping[str, tuple[int, ...]],
         progress: Mapping[str, Any],
         reason: str,
+        copied: Callable[[], object] | None = None,
     ) -> None:
         """Write and commit, all ranks together; fails on all ranks if it does on one.
 
-        ``held``: the shape of every tensor of which this rank has a part, written here or elsewhere.
+        ``held``: the shape of every tensor of which this rank has a part, written here or elsewhere;
+        ``copied`` waits until the values are there.
         """
+        if copied is not None:
+            copied()
         step = progress["step"]
         directory = self._on_first(lambda: self.directory.begin(step), step)
         file = self._file([Part(chunk.rectangle, chunk.tensor.dtype) for chunk in chunks])
@@ -274,21 +278,29 @@ class _Copies:
     """Host memory for copies of a rank's values, kept from one save to the next: copying into memory
     that is already allocated is several times faster, above all if it is pinned."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
+        self._streams = streams.of(device)
 
-    def of(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Copy the values of chunks: the copies are valid until the next call. From a GPU they are copied to
-        pinned memory, all concurrently."""
-        gpu = any(chunk.tensor.is_cuda for chunk in chunks)
+    def of(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Callable[[], object]]:
+        """Copy the values of chunks; returns the copies, valid until the next call, and how to wait for them.
+
+        From a GPU they are copied to pinned memory, beside the next step where they are steady.
+        """
         ends = list(accumulate(-(-chunk.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for chunk in chunks))
         if ends and self._room.numel() < ends[-1]:
-            self._room = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=gpu)
+            self._room = torch.empty(0, dtype=torch.uint8)  # before there is another one
+            self._room = self._streams.pinned(torch.empty(ends[-1], dtype=torch.uint8))
         copies = []
         for chunk, begin in zip(chunks, (0, *ends)):
             values = chunk.tensor.detach()
             copy = self._room[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
-            copies.append(replace(chunk, tensor=copy.copy_(values, non_blocking=values.is_cuda)))
-        if gpu:
-            torch.cuda.current_stream().synchronize()
-        return copies
+            copies.append(replace(chunk, tensor=copy))
+        for chunk, into in zip(chunks, copies):
+            if not chunk.steady:
+                into.tensor.copy_(chunk.tensor.detach(), non_blocking=True)
+        with self._streams.beside(streams.SAVING):  # after those
+            for chunk, into in zip(chunks, copies):
+                if chunk.steady:
+                    into.tensor.copy_(chunk.tensor.detach(), non_blocking=True)
+            return copies, self._streams.mark()

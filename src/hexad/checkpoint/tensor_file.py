@@ -37,12 +37,14 @@ class Chunk:
         holder: (i, n): this is rank number i of n that hold the same rectangle; None where ranks that are not
             among them write it.
         rounded: loading may round values to the tensor's format; otherwise floats are only widened.
+        steady: the values change in an update only.
     """
 
     rectangle: Rectangle
     tensor: Tensor
     holder: tuple[int, int] | None = (0, 1)
     rounded: bool = False
+    steady: bool = False
 
     def accepts(self, dtype: torch.dtype) -> bool:
         """Whether values of this format may be loaded."""

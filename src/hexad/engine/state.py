@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hexad.checkpoint.hugging_face.weights import WeightSource
 from hexad.checkpoint.tensor_file import Chunk
-from hexad.comm import agreed
+from hexad.comm import agreed, streams
 from hexad.config import Config, HexadError
 from hexad.config.schema import PrecisionSettings
 from hexad.model.transformer import DTYPES
@@ -127,7 +127,9 @@ class State:
 
     def _weights(self, buckets: Iterable[Bucket]) -> list[Chunk]:
         """This rank's shard of the master weights in some of the buckets."""
-        self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
+        # Whoever overwrites them must not be overwritten by a gather under way, nor overwrite what is saved.
+        self.gatherer.settle()
+        streams.of(self.mesh.device).join(streams.SAVING)
         return [chunk for bucket in buckets for chunk in self._pieces(bucket, "model", bucket.master)]
 
     def _pieces(self, bucket: Bucket, kind: str, tensor: Tensor) -> list[Chunk]:
@@ -136,7 +138,9 @@ class State:
         # A copy of the embedding's weight is written by the stage with the embedding.
         holder = None if traits.copy else self.sharding[traits.grid].holder(traits)
         return [
-            Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen)
+            Chunk(
+                rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen, steady=True
+            )
             for rectangle, values in bucket.pieces(tensor)
         ]
 

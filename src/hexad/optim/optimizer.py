@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexad.comm import Pending, all_reduce, broadcast
+from hexad.comm import Pending, all_reduce, broadcast, streams
 from hexad.config.schema import OptimizerSettings
-from hexad.parallel.data.buckets import Bucket, Shardings, pinned
+from hexad.parallel.data.buckets import Bucket, Shardings
 from hexad.parallel.inventory import Grid
 from hexad.topology.mesh import Axis
 
@@ -154,6 +154,7 @@ class BucketOptimizer:
             return total_norm, False, others
         bound = total_norm + self.clip_epsilon
         factor = (self.clip / bound if self.clip and bound > self.clip else 1.0) / scale
+        streams.of(self._norm.device).join(streams.SAVING)
         self.rule.update(self._on_master(), rates, factor, publish)
         return total_norm, True, others
 
@@ -163,21 +164,20 @@ class BucketOptimizer:
         From a GPU to the host all copies are started at once, and each is waited for when its turn comes:
         the host updates one bucket while the next are on their way.
         """
-        host = any(bucket.master.device != bucket.gradient.device for bucket in self.buckets[:1])
+        queue = streams.of(self._norm.device)
         # Without a copy where nothing changes; in another format one by one.
         gradients = (bucket.gradient.to(self._wide) for bucket in self.buckets)
-        if not host:
+        if not (queue.apart and any(bucket.offloaded for bucket in self.buckets)):
             yield from gradients
             return
         if not self._arriving:
-            self._arriving = [pinned(torch.empty_like(bucket.master)) for bucket in self.buckets]
-        arriving: list[tuple[Tensor, torch.cuda.Event]] = []
+            self._arriving = [queue.pinned(torch.empty_like(bucket.master)) for bucket in self.buckets]
+        arriving: list[tuple[Tensor, Callable[[], object]]] = []
         for gradient, copy in zip(gradients, self._arriving):
             copy.copy_(gradient, non_blocking=True)
-            arriving.append((copy, torch.cuda.Event()))
-            arriving[-1][1].record()
-        for copy, arrived in arriving:
-            arrived.synchronize()
+            arriving.append((copy, queue.mark()))
+        for copy, wait in arriving:
+            wait()
             yield copy
 
 

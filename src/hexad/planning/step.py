@@ -73,7 +73,7 @@ class StateBuffers:
 
     # As Rounds decides
 
-    def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
+    def start(self, bucket: int, first: bool, last: bool, absent: Sequence[int]) -> None:
         """Count the buffers of a reduction that starts."""
         plan = self._trained[bucket]
         several = plan.shards > 1

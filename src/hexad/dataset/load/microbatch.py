@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hexad.comm import streams
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
-from hexad.parallel.context.spans import Spans, moved
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.tensor.loss import IGNORED
 
 
@@ -80,6 +81,7 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""
+        moved = streams.of(device).moved
         numbers = None if self.numbers is None else moved(self.numbers, device)
         return replace(
             self, tokens=moved(self.tokens, device), labels=moved(self.labels, device), numbers=numbers

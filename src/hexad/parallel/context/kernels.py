@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hexad.comm import streams
+
 from ..pointwise import widened
 from .rounds import SCORES, Tile
 
@@ -224,8 +226,7 @@ def _places(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor, int, int]
     offsets: list[Any] = []
     for bounds in (tile.queries, tile.keys):
         host = torch.tensor([bound - bounds[0] for bound in bounds], dtype=torch.int32)
-        host = host.pin_memory() if device.type == "cuda" else host
-        offsets.append(host.to(device, non_blocking=True))
+        offsets.append(streams.of(device).moved(host, device))
     offsets += [max(b - a for a, b in pairwise(bounds)) for bounds in (tile.queries, tile.keys)]
     return tuple(offsets)
 

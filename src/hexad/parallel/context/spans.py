@@ -8,6 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from hexad.comm import streams
+
 from .slice import Slice
 
 
@@ -47,7 +49,7 @@ class Spans:
     def offsets(self, device: torch.device) -> Tensor:
         """int32 ``[spans + 1]``: first token of every span, and the total (``cu_seqlens``); made once."""
         if self._offsets is None and self.bounds is not None:
-            self._offsets = moved(torch.tensor(self.bounds, dtype=torch.int32), device)
+            self._offsets = streams.of(device).moved(torch.tensor(self.bounds, dtype=torch.int32), device)
         elif self._offsets is None:
             length = self.tokens // self.sequences
             self._offsets = torch.arange(0, self.tokens + 1, length, dtype=torch.int32, device=device)
@@ -74,10 +76,3 @@ class Spans:
         """The value of every token's span."""
         # Without the size of its result, repeat_interleave would wait for the device.
         return values.repeat_interleave(starts.diff(), output_size=self.tokens)
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device; from page-locked memory, without which the host would wait for a GPU."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

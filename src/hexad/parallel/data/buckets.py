@@ -1,5 +1,5 @@
 """Parameters in flat contiguous buckets, the unit of reduction, update and gathering; among which data ranks
-they are sharded (ZeRO: Rajbhandari et al., arXiv 1910.02054); their temporary and page-locked buffers.
+they are sharded (ZeRO: Rajbhandari et al., arXiv 1910.02054); their temporary buffers.
 
 Parameters that are treated alike (weight decay, the axes that divide them) share buckets, so that each of
 these touches a few large tensors instead of hundreds of small ones.
@@ -7,14 +7,13 @@ these touches a few large tensors instead of hundreds of small ones.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from hexad.comm import streams
 from hexad.config.errors import HexadError
 from hexad.topology.mesh import Axis, Mesh
 
@@ -79,28 +78,6 @@ Shardings = Mapping[Grid, StateSharding]
 """The state sharding of every grid that has weights."""
 
 
-def pinned(tensor: Tensor) -> Tensor:
-    """Lock a host tensor's memory, so that copies between it and a GPU run beside computation; returns the
-    tensor, which has a storage of its own.
-
-    Raises:
-        RuntimeError: the driver refuses, most often for the limit of locked memory (``ulimit -l``).
-    """
-    storage = tensor.untyped_storage()
-    if not storage.nbytes():
-        return tensor
-    runtime: Any = torch.cuda.cudart()
-    address = storage.data_ptr()
-    error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
-    if error:
-        raise RuntimeError(
-            f"cudaHostRegister of {storage.nbytes()} bytes failed with error {error}; raise the limit of "
-            "locked memory (ulimit -l), or use memory.offload: none"
-        )
-    weakref.finalize(storage, runtime.cudaHostUnregister, address)
-    return tensor
-
-
 @dataclass(frozen=True)
 class Formats:
     """Number formats of the state.
@@ -132,6 +109,7 @@ class Bucket:
             parameters, in the model's format.
         source: what is gathered from: this rank's shard of the values on the device.
         gradient: this rank's shard of the summed gradients.
+        offloaded: the master values are in the host's memory.
         provide: returns what is read of its parameters while their values are not here, or on their way.
     """
 
@@ -145,6 +123,7 @@ class Bucket:
         self.master = torch.empty(0)
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
+        self.offloaded = False
         self.provide: Provide = not_gathered
 
     @property
@@ -215,10 +194,9 @@ class Bucket:
             self.master.copy_(shard.to(self.members[0].parameter.dtype))
 
     def _keep_shard(self, shard: Tensor, master: torch.dtype, host: bool) -> None:
+        self.offloaded = host
         if host:
-            self.master = shard.to("cpu", master, copy=True)
-            if shard.device.type == "cuda":
-                pinned(self.master)
+            self.master = streams.of(shard.device).pinned(shard.to("cpu", master, copy=True))
         else:
             self.master = shard.to(master)  # where the formats agree, the same memory
         self.source = shard if self.plan.resident or host else self.master
@@ -235,6 +213,7 @@ class Bucket:
         """Take the values that were changed among the complete ones, which are here. Others keep their
         masters, which have more digits."""
         shard = self.shard(self.whole)
+        streams.of(shard.device).join(streams.SAVING)
         if self.master.data_ptr() != shard.data_ptr():
             values = shard.to(self.master.device)
             changed = values != self.master.to(shard.dtype)

@@ -12,7 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
+from hexad.comm import (
+    Pending,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter_async,
+    streams,
+)
 from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
@@ -58,13 +65,9 @@ class Gradients:
         self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
         plain = any(declared.plain for bucket in buckets for declared in bucket.members)
-        # Devices sum in place, unless a copy in another format is sent.
-        beside = any(
-            sharding[bucket.traits.grid].shards.on_host or bucket.gradient.dtype != reduced
-            for bucket in buckets
-        )
+        beside = not all(self._in_place(bucket) for bucket in buckets if bucket.plan.keeps_gradients)
         self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
-        self._reducing: dict[int, deque[tuple[Pending, Tensor, bool]]] = {}
+        self._reducing: dict[int, deque[tuple[Pending | None, Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, Tensor]] = []
         self._deferred: Deferred | None = None
         self._extended, self._later = False, dict[int, Tensor]()
@@ -204,16 +207,22 @@ class Gradients:
             )
         self.extend()
 
-    def start(self, number: int, first: bool, absent: Sequence[int]) -> None:
+    def start(self, number: int, first: bool, last: bool, absent: Sequence[int]) -> None:
         """Start reducing a bucket."""
         bucket, gradients = self._buckets[number], self._whole(number)
         for member in absent:
             bucket.view(gradients, member).zero_()
-        shards = self._sharding[bucket.traits.grid].shards
+        shards, replicas = self._axes_of(bucket)
         sent = self._narrowed(gradients, shards)
         # The first shard of a step is written where it belongs, later ones are added to it.
         out = bucket.gradient if first and sent.dtype == bucket.gradient.dtype else None
-        pending = reduce_scatter_async(sent, shards, out)
+        pending: Pending | None = reduce_scatter_async(sent, shards, out)
+        if self._in_place(bucket) and last and not self._extended and 1 not in (shards.size, replicas.size):
+            # A device sums over replicas when it has summed over shards: the computation waits for neither.
+            assert pending is not None
+            with streams.of(gradients.device).beside(streams.REPLICAS):
+                self._summing.append((all_reduce_async(pending.wait(), replicas), bucket.gradient))
+            pending = None
         self._reducing.setdefault(number, deque()).append((pending, gradients, first))
         if not bucket.plan.keeps_gradients:
             bucket.gradients = None
@@ -223,8 +232,9 @@ class Gradients:
         """Wait for a bucket's oldest reduction."""
         bucket = self._buckets[number]
         pending, gradients, first = self._reducing[number].popleft()
-        shard = pending.wait()
-        replicas = self._sharding[bucket.traits.grid].replicas
+        if pending is None:
+            return  # the sum over replicas follows it
+        shard, replicas = pending.wait(), self._axes_of(bucket)[1]
         if self._extended:  # what there was is the sum of all replicas already
             shard = all_reduce(self._narrowed(shard, replicas).contiguous(), replicas)
         if shard.data_ptr() != bucket.gradient.data_ptr():
@@ -234,6 +244,17 @@ class Gradients:
         if last and not self._extended:
             sent = self._narrowed(bucket.gradient, replicas)
             self._summing.append((all_reduce_async(sent, replicas), bucket.gradient))
+
+    def _in_place(self, bucket: Bucket) -> bool:
+        """Whether gradients that are kept are summed where they are: by devices, unless a copy in another
+        format is sent."""
+        kept = bucket.plan.keeps_gradients and bucket.gradient.dtype == self._format
+        return kept and not self._axes_of(bucket)[0].on_host
+
+    def _axes_of(self, bucket: Bucket) -> tuple[Axis, Axis]:
+        """The ranks that hold other shards of a bucket, and those that hold the same one."""
+        sharding = self._sharding[bucket.traits.grid]
+        return sharding.shards, sharding.replicas
 
     def _narrowed(self, gradients: Tensor, axis: Axis) -> Tensor:
         """Gradients in the format in which they are sent; unchanged where nothing is sent."""

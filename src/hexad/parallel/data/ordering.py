@@ -19,9 +19,9 @@ _ANY = 1 << 60
 class Reductions(Protocol):
     """Carries out what :class:`Rounds` decides."""
 
-    def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
-        """All gradients of a bucket are complete: reduce them. ``first``: of the step. ``absent``: members
-        that nothing was contributed to."""
+    def start(self, bucket: int, first: bool, last: bool, absent: Sequence[int]) -> None:
+        """All gradients of a bucket are complete: reduce them. ``first``: of the step; ``last``: none will
+        follow in it. ``absent``: members that nothing was contributed to."""
         ...
 
     def retire(self, bucket: int, last: bool) -> None:
@@ -157,7 +157,7 @@ class Rounds:
         self._left[bucket] -= 1
         self._under_way.append(bucket)
         absent = [member for member, fresh in enumerate(self._fresh[bucket]) if fresh]
-        self._reductions.start(bucket, self._first[bucket], absent)
+        self._reductions.start(bucket, self._first[bucket], not self._left[bucket], absent)
         self._first[bucket] = False
         if self._left[bucket]:
             self._renew(bucket)

@@ -1,0 +1,112 @@
+"""How work on a device is ordered: its streams, its copies from and to the host's memory.
+
+A GPU is asked for work that it does later, in the order of a stream. What is done on another stream than the
+computing one, or by the host, is ordered here and in :mod:`.collectives` alone.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAVING = "saving"
+"""The stream that a checkpoint's values are copied on, joined before they change."""
+REPLICAS = "replicas"
+"""The stream on which sums over replicas follow those over shards."""
+
+
+class Streams:
+    """A CPU's: the thread that asks for work does it at once.
+
+    Attributes:
+        apart: the device's memory is not the host's.
+    """
+
+    apart = False
+
+    def beside(self, name: str) -> AbstractContextManager[Any]:
+        """Work inside is done on the stream ``name``, after what the current stream has been asked for."""
+        return nullcontext()
+
+    def join(self, name: str) -> None:
+        """What the current stream is asked for from now on is done after what is on the stream ``name``."""
+
+    def mark(self) -> Callable[[], object]:
+        """Mark what the current stream has been asked for; returns how the host waits until it is done."""
+        return _nothing
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Lock a host tensor's memory, so that copies between it and the device run beside computation;
+        returns the tensor, which has a storage of its own.
+
+        Raises:
+            RuntimeError: the driver refuses, most often for the limit of locked memory (``ulimit -l``).
+        """
+        return tensor
+
+    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The tensor on the device, for which the host does not wait."""
+        return tensor.to(device)
+
+
+def _nothing() -> None:
+    pass
+
+
+class CudaStreams(Streams):
+    """A GPU's."""
+
+    apart = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._named: dict[str, torch.cuda.Stream] = {}
+
+    @contextmanager
+    def beside(self, name: str) -> Any:
+        if name not in self._named:
+            self._named[name] = torch.cuda.Stream(self._device)
+        stream = self._named[name]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self, name: str) -> None:
+        if name in self._named:
+            torch.cuda.current_stream(self._device).wait_stream(self._named[name])
+
+    def mark(self) -> Callable[[], object]:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        # Not by torch's allocator, which rounds up to a power of two.
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor
+        runtime: Any = torch.cuda.cudart()
+        address = storage.data_ptr()
+        error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
+        if error:
+            raise RuntimeError(
+                f"cudaHostRegister of {storage.nbytes()} bytes failed with error {error}; raise the limit of "
+                "locked memory (ulimit -l), or use memory.offload: none"
+            )
+        weakref.finalize(storage, runtime.cudaHostUnregister, address)
+        return tensor
+
+    def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()  # torch's allocator keeps it until the copy is done
+        return tensor.to(device, non_blocking=True)
+
+
+@cache
+def of(device: torch.device) -> Streams:
+    """A device's streams, the same for all who ask."""
+    return CudaStreams(device) if device.type == "cuda" else Streams()

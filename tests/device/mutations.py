@@ -1,0 +1,270 @@
+"""Ways to break the order of streams, each of which the race detector must notice."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from hexad.optim import optimizer
+from hexad.parallel.context import attention
+from hexad.parallel.data import buckets, gatherer, gradients
+from hexad.parallel.pipeline import executor
+
+from . import recorder
+from .races import Races, SimulatedStreams
+
+Patch = Any
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A scenario's name, and how its code is broken."""
+
+    scenario: str
+    patches: Callable[[Races], list[Patch]]
+
+
+def place() -> str:
+    """Where the package waits: the innermost function outside of ``comm``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/hexad/" in name and "/comm/" not in name:
+            return f"{name.rpartition('/hexad/')[2]}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+NO_WAIT = "no wait in "
+REDUNDANT = frozenset(
+    [
+        "",  # of scripts
+        "parallel/pipeline/transfers.py:_release",  # sends
+        "parallel/pipeline/transfers.py:finish",
+    ]
+)
+"""Places whose waits order nothing that a stream does afterwards."""
+
+
+def without_waits(at: str) -> Callable[[Races], list[Patch]]:
+    """The computing stream does not wait for what is waited for at a place."""
+
+    def patches(races: Races) -> list[Patch]:
+        original = recorder.Work.wait
+
+        def wait(self: recorder.Work, timeout: Any = None) -> bool:
+            if place() != at:
+                return original(self, timeout)
+            observers, self._recording.observers = self._recording.observers, []
+            try:
+                return original(self, timeout)  # values arrive
+            finally:
+                self._recording.observers = observers
+
+        return [mock.patch.object(recorder.Work, "wait", wait)]
+
+    return patches
+
+
+def places(function: Callable[[], object]) -> set[str]:
+    """Where a function's collectives are waited for."""
+    found: set[str] = set()
+    original = recorder.Work.wait
+
+    def wait(self: recorder.Work, timeout: Any = None) -> bool:
+        found.add(place())
+        return original(self, timeout)
+
+    with mock.patch.object(recorder.Work, "wait", wait):
+        function()
+    return found
+
+
+def _elsewhere(target: Any, name: str) -> Callable[[Races], list[Patch]]:
+    """A function's operators run on another stream, which nothing orders."""
+
+    def patches(races: Races) -> list[Patch]:
+        original = getattr(target, name)
+
+        def moved(*args: Any, **kwargs: Any) -> Any:
+            with races.stream("elsewhere"):
+                return original(*args, **kwargs)
+
+        return [mock.patch.object(target, name, moved)]
+
+    return patches
+
+
+def _given_back_at_start(races: Races) -> list[Patch]:
+    """Gradients that are being reduced are free for the next bucket."""
+    start, give = gradients.Gradients.start, buckets.BufferPool.give
+
+    def started(self: Any, number: int, *rest: Any) -> None:
+        bucket, buffer = self._buckets[number], self._whole(number)
+        start(self, number, *rest)
+        if not bucket.plan.keeps_gradients:
+            give(self._pool, bucket, buffer)
+
+    return [
+        mock.patch.object(gradients.Gradients, "start", started),
+        mock.patch.object(buckets.BufferPool, "give", lambda *_: None),
+    ]
+
+
+def _given_back_while_gathered(races: Races) -> list[Patch]:
+    """Weights that are being gathered are free for the next bucket."""
+    fetch, give = gatherer.ParameterGatherer.fetch, buckets.BufferPool.give
+
+    def fetched(self: Any, number: int) -> None:
+        gathering = number in self._gathering
+        fetch(self, number)
+        if number in self._gathering and not gathering:
+            give(self._pool, self._buckets[number], self._gathering[number]._result)
+
+    return [
+        mock.patch.object(gatherer.ParameterGatherer, "fetch", fetched),
+        mock.patch.object(buckets.BufferPool, "give", lambda *_: None),
+    ]
+
+
+def _not_held(races: Races) -> list[Patch]:
+    """Work does not hold its tensors until it has been waited for."""
+    original = recorder.Recorded._call
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> recorder.Work:
+        work = original(self, *args, **kwargs)
+        last, kept = work._last, work._inner
+        work._inner = mock.Mock(wait=lambda: (kept and kept.wait(), last()))
+        work._held, work._last = (), lambda: None
+        return work
+
+    return [mock.patch.object(recorder.Recorded, "_call", call)]
+
+
+def _written_after(target: Any, name: str, argument: int) -> Callable[[Races], list[Patch]]:
+    """A tensor that a function has started to send is written at once."""
+
+    def patches(races: Races) -> list[Patch]:
+        original = getattr(target, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            args[argument].detach().mul_(1)
+            return result
+
+        return [mock.patch.object(target, name, call)]
+
+    return patches
+
+
+def _host_does_not_wait(races: Races) -> list[Patch]:
+    return [mock.patch.object(SimulatedStreams, "mark", lambda self: lambda: None)]
+
+
+def _no_join(races: Races) -> list[Patch]:
+    return [mock.patch.object(SimulatedStreams, "join", lambda self, name: None)]
+
+
+def _beside_without_order(races: Races) -> list[Patch]:
+    return [mock.patch.object(SimulatedStreams, "beside", lambda self, name: races.stream(name))]
+
+
+def _uploaded_elsewhere(races: Races) -> list[Patch]:
+    original = SimulatedStreams.moved
+
+    def moved(self: Any, tensor: Any, device: Any) -> Any:
+        with races.stream("uploads"):
+            return original(self, tensor, device)
+
+    return [mock.patch.object(SimulatedStreams, "moved", moved)]
+
+
+def _to_the_host_elsewhere(races: Races) -> list[Patch]:
+    original = optimizer.BucketOptimizer._on_master
+
+    def on_master(self: Any) -> Iterator[Any]:
+        values = original(self)
+        while True:
+            with races.stream("elsewhere"):
+                value = next(values, None)
+            if value is None:
+                return
+            yield value
+
+    return [mock.patch.object(optimizer.BucketOptimizer, "_on_master", on_master)]
+
+
+_WAITS = {
+    "parallel/data/gatherer.py:_arrive": "data 2, zero 1",
+    "parallel/data/gradients.py:retire": "zb_v, data 2, zero 2",
+    "parallel/data/gradients.py:_wait": "data 4, zero 1, 2 replicas",
+    "parallel/data/gradients.py:start": "data 4, zero 1, 2 replicas",
+    "parallel/data/gradients.py:finish": "tensor 2",
+    "parallel/data/gradients.py:compute": "zb_h1, tensor 2 + sequence",
+    "parallel/pipeline/transfers.py:receive": "1f1b, tied, data 2, zero 1",
+    "parallel/tensor/linear.py:forward": "tensor 2",
+    "parallel/tensor/linear.py:backward": "tensor 2",
+    "parallel/tensor/loss.py:token_losses_": "tensor 2",
+    "parallel/context/attention.py:_arrivals": "context ring",
+    "parallel/context/attention.py:_receive": "context ring",
+    "parallel/context/exchange.py:forward": "context ulysses_ring",
+    "optim/optimizer.py:gradient_norm": "tensor 2",
+    "generation/generator.py:from_stage_before": "generation, pipeline 2, tensor 2",
+}
+"""Places where something is waited for, with a scenario that comes there."""
+
+MUTATIONS: dict[str, Mutation] = {
+    **{f"{NO_WAIT}{at}": Mutation(name, without_waits(at)) for at, name in _WAITS.items()},
+    "gradients given back when their reduction starts": Mutation(
+        "data 2, zero 2, selective", _given_back_at_start
+    ),
+    "weights given back when their gathering starts": Mutation(
+        "data 4, zero 3, 2 replicas, full", _given_back_while_gathered
+    ),
+    "operands freed before they are reduced": Mutation("zb_h1, tensor 2 + sequence", _not_held),
+    "activations written while they are sent": Mutation(
+        "1f1b, tied, data 2, zero 1", _written_after(executor._PointToPoint, "send", 1)
+    ),
+    "keys written while they are sent": Mutation("context ring", _written_after(attention, "_start", 0)),
+    "masters updated before the gradients have arrived": Mutation(
+        "saved and resumed, offload, zero 2", _host_does_not_wait
+    ),
+    "values updated while they are saved": Mutation("saved and resumed, zero 1", _no_join),
+    "values written to disk before they have arrived": Mutation(
+        "saved and resumed, zero 1", _host_does_not_wait
+    ),
+    "gradients copied to the host on another stream": Mutation(
+        "saved and resumed, offload, zero 2", _to_the_host_elsewhere
+    ),
+    "masters copied to the device on another stream": Mutation(
+        "saved and resumed, offload, zero 2", _elsewhere(buckets.Bucket, "publish")
+    ),
+    "values saved on a stream that does not wait": Mutation(
+        "saved and resumed, zero 1", _beside_without_order
+    ),
+    "replicas summed on a stream that does not wait": Mutation(
+        "data 4, zero 1, 2 replicas", _elsewhere(gradients, "all_reduce_async")
+    ),
+    "shards added on another stream": Mutation("zb_v, data 2, zero 2", _elsewhere(gradients.Dense, "add_to")),
+    "gradients narrowed on another stream": Mutation(
+        "bf16, zero 2, 2 replicas", _elsewhere(gradients.Gradients, "_narrowed")
+    ),
+    "tokens uploaded on another stream": Mutation("data 2, zero 1", _uploaded_elsewhere),
+    "blocks of keys cut on another stream": Mutation("context ring", _elsewhere(attention, "_cut")),
+}
+
+
+@contextmanager
+def applied(name: str | None, races: Races) -> Iterator[None]:
+    """Run with the code broken; None leaves it as it is."""
+    with ExitStack() as stack:
+        if name is not None:
+            known = MUTATIONS.get(name)
+            patches = known.patches if known else without_waits(name.removeprefix(NO_WAIT))
+            for patch in patches(races):
+                stack.enter_context(patch)
+        yield

@@ -1,0 +1,160 @@
+"""What the detectors watch: training in many layouts, and whatever else moves values on a device."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad import Engine, Mesh
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.topology.layout import Layout
+
+from ..compat.deepspeed import test_engine as deepspeed_engine
+from ..compat.deepspeed import test_pipe as deepspeed_pipe
+from ..compat.megatron import test_gpt as megatron_gpt
+from ..compat.megatron import test_layers as megatron_layers
+from ..generation import test_context as generation
+from ..parity import harness
+from ..parity.context_cases import CONTEXT_GRID
+from ..parity.harness import DROPPED, EXPERT_GRID, VARIANTS, Case, deep
+from .mutations import applied, places
+from .races import simulated
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank did.
+
+    Attributes:
+        value: what the scenario returned.
+        races: a line each.
+        events: what was asked of its process groups, see :mod:`.recorder`.
+    """
+
+    value: Any
+    races: list[str]
+    events: list[Any]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A function that every rank of a world calls."""
+
+    world: int
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+
+
+def watched(
+    rank: int, world: int, store: str | None, scenario: Scenario, mutation: str | None = None
+) -> Seen:
+    """Run a scenario on this rank, watched; ``store`` as in :func:`.races.simulated`."""
+    with simulated(rank, world, store) as (recording, races), applied(mutation, races):
+        value = scenario.function(*scenario.arguments)
+    return Seen(value, races.found, recording.events)
+
+
+def run(pool: Any, scenario: Scenario, mutation: str | None = None) -> list[Seen]:
+    """Run a scenario on all its ranks."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        return pool.apart(scenario.world, watched, store, scenario, mutation)
+
+
+def places_of(name: str) -> set[str]:
+    """Where a scenario waits for collectives."""
+    return places(lambda: SCENARIOS[name].function(*SCENARIOS[name].arguments))
+
+
+def train(case: Case) -> Scenario:
+    """Steps of a case of the parity grid."""
+    return Scenario(case.world, harness.run_rank, (case,))
+
+
+def saved_and_resumed(case: Case, offload: bool) -> list[float]:
+    """Train, save beside the next step, roll back, train, evaluate; returns losses."""
+    config = case.config()
+    memory = config.memory.model_copy(update={"offload": "optimizer" if offload else "none"})
+    with tempfile.TemporaryDirectory() as directory:
+        run = config.run.model_copy(update={"dir": directory})
+        config = config.model_copy(update={"run": run, "memory": memory})
+        mesh = Mesh.create(Layout.from_settings(config.parallel, case.world), torch.device("cpu"))
+        engine, checkpointer = Engine(config, mesh), Checkpointer(config, mesh)
+
+        def step() -> float:
+            return engine.train_step(harness.microbatches(case, engine.step, mesh.data.rank)).loss
+
+        losses = [step(), step()]
+        checkpointer.save(engine.chunks(), engine.progress())
+        losses += [step(), step()]
+        checkpointer.wait()
+        path = checkpointer.newest()
+        assert path is not None
+        manifest = checkpointer.load(path, engine.chunks())
+        engine.restored(manifest.progress)
+        assert [step(), step()] == losses[2:]
+        losses.append(engine.evaluate(harness.microbatches(case, 9, mesh.data.rank))[0])
+        engine.check_replicas()
+        checkpointer.close()
+        return losses
+
+
+_LLAMA = deep(VARIANTS[0], 5)
+_NARROW = {"dtype": "bf16", "reduce": "bf16"}
+_FIVE = replace(DROPPED[0], micro=1)
+SCENARIOS: dict[str, Scenario] = {
+    "data 2, zero 1": train(Case(VARIANTS[2], data=2, zero=1)),
+    "data 4, zero 1, 2 replicas": train(Case(deep(VARIANTS[1], 3), data=4, zero=1, replicas=2)),
+    "data 2, zero 2, selective": train(Case(DROPPED[2], data=2, zero=2, recompute="selective")),
+    "data 4, zero 3, 2 replicas, full": train(Case(_LLAMA, data=4, zero=3, replicas=2, recompute="full")),
+    "tensor 2": train(Case(VARIANTS[5], tensor=2, sequence=False)),
+    "tensor 2 + sequence, data 2, zero 3": train(Case(VARIANTS[0], 2, 2, zero=3)),
+    "1f1b, tied, data 2, zero 1": train(Case(deep(VARIANTS[1], 3), 2, pipeline=2, zero=1)),
+    "interleaved, 7 microbatches, tensor 2 + sequence": train(
+        Case(_LLAMA, 1, 2, True, 2, "interleaved", 2, samples=14)
+    ),
+    "zb_h1, tensor 2 + sequence": train(Case(_LLAMA, 1, 2, True, 2, "zb_h1")),
+    "zb_v, data 2, zero 2": train(Case(_LLAMA, 2, 1, True, 2, "zb_v", 2, zero=2)),
+    "dualpipe_v, 3 microbatches, zero 3": train(
+        Case(_FIVE, 2, 1, True, 2, "dualpipe_v", 2, zero=3, samples=6)
+    ),
+    "gpipe of 4, frozen stages": train(
+        replace(harness.ADAPTED_GRID[3], pipeline=4, tensor=1, schedule="gpipe", virtual=1)
+    ),
+    "LoRA, zb_h1, tensor 2, zero 2": train(harness.ADAPTED_GRID[0]),
+    "copied KV heads, tensor 4": train(harness.COPIED_GRID[0]),
+    "experts, data 2, tensor 2, zero 3": train(EXPERT_GRID[5]),
+    "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
+    "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),
+    "context ulysses_ring": train(next(case for case in CONTEXT_GRID if case.method == "ulysses_ring")),
+    "bf16, zero 2, 2 replicas": train(
+        Case(replace(VARIANTS[0], overrides={"precision": _NARROW}), data=4, zero=2, replicas=2)
+    ),
+    "saved and resumed, zero 1": Scenario(2, saved_and_resumed, (Case(VARIANTS[0], data=2, zero=1), False)),
+    "saved and resumed, offload, zero 2": Scenario(
+        2, saved_and_resumed, (Case(VARIANTS[2], data=2, zero=2), True)
+    ),
+    "saved and resumed, pipeline, zero 3": Scenario(
+        4, saved_and_resumed, (Case(deep(VARIANTS[1], 3), 2, pipeline=2, zero=3), False)
+    ),
+    "generation, pipeline 2, tensor 2": Scenario(
+        4, generation.computed, ([next(iter(generation.MODELS))], generation.Degrees(1, tensor=2, pipeline=2))
+    ),
+    "generation, context 2": Scenario(
+        2, generation.computed, ([next(iter(generation.MODELS))], generation.Degrees(2))
+    ),
+    "deepspeed, zero 3, gathered and changed": Scenario(2, deepspeed_engine.changed, (3,)),
+    "deepspeed, zero 1, as scripts read": Scenario(2, deepspeed_engine.idioms, (1,)),
+    "deepspeed, pipeline, zero 3": Scenario(4, deepspeed_pipe.train, (2, 3, {}, 3, (9, 5))),
+    "megatron, zb_v": Scenario(
+        2,
+        megatron_gpt._train,
+        (["--pipeline-model-parallel-size", "2"], ["parallel.schedule=zb_v", "parallel.virtual_stages=2"], 2),
+    ),
+    "megatron, layers in an engine": Scenario(2, megatron_layers._trained, (2, True, 0)),
+}

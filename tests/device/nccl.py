@@ -180,26 +180,35 @@ class _Player:
         unit = self._ready(rank, name)
         if unit is None:
             return False
-        return self._messages(rank, name, unit) if unit.message else self._collective(name, unit)
+        return self._messages(rank, name, unit) if unit.message else self._collective(name)
 
-    def _collective(self, name: str, unit: Unit) -> bool:
+    def _collective(self, name: str) -> bool:
         members = self.members[name]
         there = {member: self._ready(member, name) for member in members}
         if any(other is None or other.message for other in there.values()):
             return False  # messages among the others may still be under way
-        first = unit.calls[0]
+        first = there[members[0]]
+        assert first is not None
         for member, other in there.items():
-            if other is not None and not _match(first, other.calls[0]):
-                self.problems.append(
-                    f"communicator {name}: {_words(first)} meets {_words(other.calls[0])} of rank {member}"
-                )
+            assert other is not None
+            if not _match(first.calls[0], other.calls[0]):
+                self._mismatch(name, (members[0], first.calls[0]), (member, other.calls[0]))
                 return False
         start = max(self._start(member, name, other) for member, other in there.items() if other is not None)
-        end = start + LATENCY + first.nbytes / BYTES
+        end = start + LATENCY + first.calls[0].nbytes / BYTES
         for member, other in there.items():
             assert other is not None
             self._finish(member, name, other, end)
         return True
+
+    def _mismatch(self, name: str, one: tuple[int, Call], other: tuple[int, Call]) -> None:
+        """Report the first calls of a communicator that do not match, each with its rank."""
+        if not any(problem.startswith(f"communicator {name}:") for problem in self.problems):
+            ends = " meets ".join(
+                f"{_words(call)} of rank {rank}"
+                for rank, call in sorted((one, other), key=lambda end: end[0])
+            )
+            self.problems.append(f"communicator {name}: {ends}")
 
     def _messages(self, rank: int, name: str, unit: Unit) -> bool:
         """Match what can be matched with the peers' current units."""
@@ -215,7 +224,7 @@ class _Player:
             if partner is None:
                 continue
             if (partner.nbytes, partner.dtype) != (call.nbytes, call.dtype):
-                self.problems.append(f"communicator {name}: {_words(call)} meets {_words(partner)}")
+                self._mismatch(name, (rank, call), (peer, partner))
                 return False
             start = max(self._start(rank, name, unit), self._start(peer, name, other))
             end = start + LATENCY + call.nbytes / BYTES

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from hexad import Engine, Mesh
+from hexad import Engine, HexadError, Mesh
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.topology.layout import Layout
+from hexad.comm import agreement
+from hexad.engine.language import Counts, LanguageModel
+from hexad.topology import mesh
+from hexad.topology.layout import Layout, Level, Tree
 
 from ..compat.deepspeed import test_engine as deepspeed_engine
 from ..compat.deepspeed import test_pipe as deepspeed_pipe
@@ -24,6 +31,7 @@ from ..parity.context_cases import CONTEXT_GRID
 from ..parity.harness import DROPPED, EXPERT_GRID, VARIANTS, Case, deep
 from .mutations import applied, places
 from .races import simulated
+from .recorder import Event
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Seen:
 
     value: Any
     races: list[str]
-    events: list[Any]
+    events: list[Event]
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,62 @@ def places_of(name: str) -> set[str]:
     return places(lambda: SCENARIOS[name].function(*SCENARIOS[name].arguments))
 
 
+def dry_run(
+    pool: Any,
+    case: Case,
+    of: int = 0,
+    axes: tuple[str, ...] = ("pipeline", "context"),
+    broken: Callable[[int], Any] | None = None,
+) -> tuple[dict[int, list[Event]], Callable[[int], int]]:
+    """Two steps in a world of any size, by some of its ranks: those along ``axes`` of rank ``of``. Others do
+    the same, with their own groups. Only what the hosts agree on is exchanged.
+
+    ``broken`` returns a patch of a rank's code. Returns what each has asked of its process groups, and which
+    of them plays any rank.
+    """
+    layout = Layout.from_settings(case.config().parallel, case.world)
+    ranks = layout.group(of, *axes)
+    with tempfile.TemporaryDirectory() as directory:
+        programs = pool.apart(len(ranks), _dry, str(Path(directory) / "store"), case, ranks, broken)
+    return dict(zip(ranks, programs)), lambda rank: ranks[layout.group(rank, *axes).index(rank)]
+
+
+def _dry(
+    place: int, places: int, store: str, case: Case, ranks: list[int], broken: Callable[[int], Any] | None
+) -> list[Event]:
+    limit = timedelta(seconds=60)
+    levels: tuple[Level, ...] = ()
+    if places > 1:  # the hosts of those that run
+        group = dist.ProcessGroupGloo(dist.FileStore(store, places), place, places, limit)
+        levels = (Level(tuple(range(places)), place, group),)
+    tree = Tree(levels, 0, limit)
+    with (
+        nullcontext() if broken is None else broken(ranks[place]),
+        mock.patch.object(mesh, "_make_tree", lambda *_: tree),
+        mock.patch.object(agreement, "_gathered", agreement._gathered if levels else _own),
+        mock.patch.object(agreement, "_spread", agreement._spread if levels else _own),
+        # What ranks count together is not all there.
+        mock.patch.object(LanguageModel, "_agreement", lambda *_: 0),
+        mock.patch.object(LanguageModel, "_counted", _some_targets),
+        simulated(ranks[place], case.world, None) as (recording, races),
+    ):
+        harness.run_rank(case)
+    assert broken is not None or races.found == []
+    return recording.events
+
+
+_COUNTED = LanguageModel._counted
+
+
+def _some_targets(self: LanguageModel, counting: Any, equal: bool) -> Counts:
+    counts = _COUNTED(self, counting, equal)
+    return counts._replace(targets=counts.targets or 1)
+
+
+def _own(tree: Tree, value: Any, merge: Any = None) -> Any:
+    return value
+
+
 def train(case: Case) -> Scenario:
     """Steps of a case of the parity grid."""
     return Scenario(case.world, harness.run_rank, (case,))
@@ -83,11 +147,12 @@ def saved_and_resumed(case: Case, offload: bool) -> list[float]:
     with tempfile.TemporaryDirectory() as directory:
         run = config.run.model_copy(update={"dir": directory})
         config = config.model_copy(update={"run": run, "memory": memory})
-        mesh = Mesh.create(Layout.from_settings(config.parallel, case.world), torch.device("cpu"))
-        engine, checkpointer = Engine(config, mesh), Checkpointer(config, mesh)
+        layout = Layout.from_settings(config.parallel, case.world)
+        here = Mesh.create(layout, torch.device("cpu"))
+        engine, checkpointer = Engine(config, here), Checkpointer(config, here)
 
         def step() -> float:
-            return engine.train_step(harness.microbatches(case, engine.step, mesh.data.rank)).loss
+            return engine.train_step(harness.microbatches(case, engine.step, here.data.rank)).loss
 
         losses = [step(), step()]
         checkpointer.save(engine.chunks(), engine.progress())
@@ -98,10 +163,25 @@ def saved_and_resumed(case: Case, offload: bool) -> list[float]:
         manifest = checkpointer.load(path, engine.chunks())
         engine.restored(manifest.progress)
         assert [step(), step()] == losses[2:]
-        losses.append(engine.evaluate(harness.microbatches(case, 9, mesh.data.rank))[0])
+        losses.append(engine.evaluate(harness.microbatches(case, 9, here.data.rank))[0])
         engine.check_replicas()
         checkpointer.close()
         return losses
+
+
+def refused(case: Case) -> str:
+    """One rank has a token id outside the vocabulary: all refuse the step; then a good one."""
+    config = case.config()
+    here = Mesh.create(Layout.from_settings(config.parallel, case.world), torch.device("cpu"))
+    engine = Engine(config, here)
+    good = harness.microbatches(case, 0, here.data.rank)
+    bad = replace(good[0], tokens=good[0].tokens.clone().fill_(9999)) if here.rank == 1 else good[0]
+    try:
+        engine.train_step([bad, *good[1:]])
+    except HexadError as error:
+        engine.train_step(good)
+        return str(error)
+    return "accepted"
 
 
 _LLAMA = deep(VARIANTS[0], 5)
@@ -135,6 +215,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bf16, zero 2, 2 replicas": train(
         Case(replace(VARIANTS[0], overrides={"precision": _NARROW}), data=4, zero=2, replicas=2)
     ),
+    "wrong ids on one rank": Scenario(4, refused, (Case(_LLAMA, 2, pipeline=2, zero=2),)),
     "saved and resumed, zero 1": Scenario(2, saved_and_resumed, (Case(VARIANTS[0], data=2, zero=1), False)),
     "saved and resumed, offload, zero 2": Scenario(
         2, saved_and_resumed, (Case(VARIANTS[2], data=2, zero=2), True)

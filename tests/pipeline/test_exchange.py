@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hexad.parallel.data.buckets import BufferPool
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.pipeline import executor
-from hexad.parallel.pipeline.executor import Executor, Stage
+from hexad.parallel.pipeline.executor import Executor, MessageBuffers, Stage
 from hexad.parallel.pipeline.schedule import Schedule, forward_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.transfers import Transfer, transfers
@@ -136,7 +136,7 @@ def run(schedule: Schedule, training: bool) -> tuple[float, list[float]]:
             own = {number: stage(number) for number, at in enumerate(schedule.placement) if at == rank}
             axis = Axis("pipeline", tuple(range(schedule.pipeline)), rank)
             none = Gradients([], {}, {}, {}, BufferPool(CPU), torch.float64)
-            ours = Executor(schedule, own, axis, lambda *_: torch.empty(()), none, CPU)
+            ours = Executor(schedule, own, axis, lambda *_: torch.empty(()), none, CPU, MessageBuffers(CPU))
             try:
                 total = ours.run(range(schedule.microbatches), 1.0 if training else None)
             finally:

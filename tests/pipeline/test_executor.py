@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from hexad.comm import streams
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages
 from hexad.parallel.data.buckets import BufferPool, Formats, StateSharding, make_buckets
 from hexad.parallel.data.gradients import Deferred, Gradients
-from hexad.parallel.pipeline.executor import Executor
+from hexad.parallel.pipeline.executor import Executor, MessageBuffers
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.validate import validate
@@ -131,7 +133,7 @@ def executor_of(
 
     runners = {number: wrap(runner(stage)) for number, stage in stages.items()}
     sums = sums or Gradients([], {}, {}, {}, BufferPool(CPU), torch.float64)
-    return Executor(schedule, runners, axis, buffer, sums, CPU)
+    return Executor(schedule, runners, axis, buffer, sums, CPU, MessageBuffers(CPU))
 
 
 @pytest.mark.parametrize(
@@ -241,3 +243,22 @@ def test_another_number_of_microbatches_is_refused() -> None:
     executor = executor_of(schedule, stages_on(0, 1, schedule), Axis("pipeline"))
     with pytest.raises(ValueError, match="2 microbatches, scheduled are 3"):
         executor.run(microbatches_of(*samples_of(2)), 1.0)
+
+
+def test_memory_of_messages_is_used_again_once_nothing_refers_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "of", lambda device: SimpleNamespace(apart=True))
+    memory, template = MessageBuffers(CPU), torch.zeros(3, 5)
+    first = memory.like(template).fill_(2.0).requires_grad_()
+    place = first.data_ptr()
+    output = (first * first).sum()
+    del first
+    assert memory.like(template).data_ptr() != place  # the graph still has it
+    output.backward()
+    del output
+    again = memory.of(torch.ones(5, 3, dtype=torch.bfloat16).t())  # a smaller one fits; copied, contiguous
+    assert again.data_ptr() == place and again.is_contiguous() and again.sum() == 15
+    larger = memory.like(torch.zeros(100))
+    assert larger.shape == (100,) and len(memory._buffers) == 2  # in place of the free one
+    monkeypatch.undo()
+    kept = MessageBuffers(CPU)
+    assert kept.like(template) is template and kept.of(template) is template and not kept._buffers

@@ -16,7 +16,7 @@ from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import build_stages, factored_mesh
 from hexad.optim.schedule import LossScaler, Rates, learning_rates
-from hexad.parallel.pipeline.executor import Executor
+from hexad.parallel.pipeline.executor import Executor, MessageBuffers
 from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.parallel.sharding import freeze
 from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
@@ -116,6 +116,7 @@ class Engine(State):
         self._heap = Heap()
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
+        self._messages = MessageBuffers(mesh.device)
 
     def _build(self, resolved: Resolved) -> None:
         """The language model's stages."""
@@ -399,5 +400,7 @@ class Engine(State):
                 schedule = forward_schedule(self.plan.schedule.placement, microbatches)
             stages = {number: partial(self._compute, stage) for number, stage in self.stages.items()}
             axis, device = self.mesh.pipeline, self.mesh.device
-            self._executors[key] = Executor(schedule, stages, axis, self._boundary, self.gradients, device)
+            self._executors[key] = Executor(
+                schedule, stages, axis, self._boundary, self.gradients, device, self._messages
+            )
         return self._executors[key]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hexad.comm import Pending, receive_async, send_async
+from hexad.comm import Pending, receive_async, send_async, streams
 from hexad.topology.mesh import Axis
 
 from ..data.gradients import Deferred, Gradients
@@ -31,6 +31,49 @@ Buffer = Callable[[M, int], Tensor]
 """Makes an uninitialised tensor like the result of a stage, given microbatch and stage."""
 
 
+class MessageBuffers:
+    """Memory of messages, used again as soon as nothing else refers to it.
+
+    A message of NCCL marks its memory as used by the communicator's stream (``recordStream``): if it were
+    freed, PyTorch's allocator would have it back only when the device has caught up with the host, which is
+    many microbatches ahead. On a CPU messages are tensors of their own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pooled = streams.of(device).apart
+        self._buffers: list[Tensor] = []
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """An uninitialised tensor like one that has just been made."""
+        return self._place(tensor) if self._pooled else tensor
+
+    def of(self, result: Tensor) -> Tensor:
+        """A stage's result, to be sent: contiguous, and not changed by anyone."""
+        return self._place(result).copy_(result) if self._pooled else result.contiguous()
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        free = [buffer for buffer in self._buffers if _references(buffer) == _ALONE]
+        fitting = [buffer for buffer in free if buffer.nbytes >= tensor.nbytes]
+        if fitting:
+            buffer = min(fitting, key=lambda buffer: buffer.nbytes)
+        else:
+            if free:  # in its place
+                self._buffers = [buffer for buffer in self._buffers if buffer is not free[0]]
+            with torch.inference_mode(False):  # one that was made while evaluating is used in training too
+                buffer = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+            self._buffers.append(buffer)
+        # Not a view of it, whose graphs would see that it has been written again.
+        return buffer.data[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _references(buffer: Tensor) -> int:
+    """How many tensors share a buffer's memory, and one for its storage's object."""
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
+
+
+_ALONE = _references(torch.empty(1))
+
+
 @dataclass
 class Executor(Generic[M]):
     """Runs one schedule on one rank, step after step.
@@ -42,6 +85,7 @@ class Executor(Generic[M]):
         buffer: for what other ranks send.
         gradients: where the stages' weight gradients may be deferred.
         device: where the stages compute.
+        memory: of messages.
         peak_activations: most pairs of stage and microbatch held at once so far, from ``F`` to ``W``.
         times: (start, end) of every action of the last recorded run, in seconds since its start; time spent
             waiting for messages lies between actions.
@@ -54,6 +98,7 @@ class Executor(Generic[M]):
     buffer: Buffer[M] | None
     gradients: Gradients
     device: torch.device
+    memory: MessageBuffers
     peak_activations: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
     began: float = 0.0
@@ -81,7 +126,7 @@ class Executor(Generic[M]):
         if len(microbatches) != self.schedule.microbatches:
             raise ValueError(f"{len(microbatches)} microbatches, scheduled are {self.schedule.microbatches}")
 
-        transport = _PointToPoint(self.axis, self.buffer, microbatches)
+        transport = _PointToPoint(self.axis, self.buffer, microbatches, self.memory)
         exchange = Exchange(self.schedule, self._transfers, transport)
         walk = _Walk(self.schedule, self.stages, microbatches, scale, self.gradients)
         clock = _Clock(self.device) if record else None
@@ -96,7 +141,7 @@ class Executor(Generic[M]):
             message = self.schedule.sent(action)
             if message is not None:
                 assert result is not None
-                exchange.send(message, result.contiguous())
+                exchange.send(message, self.memory.of(result))
             del received, result
             self.peak_activations = max(self.peak_activations, walk.held)
         exchange.finish()
@@ -112,6 +157,7 @@ class _PointToPoint(Generic[M]):
     axis: Axis
     buffer: Buffer[M] | None
     microbatches: Sequence[M]
+    memory: MessageBuffers
 
     def send(self, message: Tensor, peer: int, tag: int) -> Pending:
         return send_async(message, self.axis, peer, tag)
@@ -120,7 +166,7 @@ class _PointToPoint(Generic[M]):
         assert self.buffer is not None, "stages on several ranks need a boundary"
         # A gradient has the shape of what the stage before has sent.
         boundary = message.stage if message.kind == "F" else message.stage - 1
-        buffer = self.buffer(self.microbatches[message.microbatch], boundary)
+        buffer = self.memory.like(self.buffer(self.microbatches[message.microbatch], boundary))
         return receive_async(buffer, self.axis, peer, tag)
 
 

@@ -401,6 +401,13 @@ class Engine(State):
             stages = {number: partial(self._compute, stage) for number, stage in self.stages.items()}
             axis, device = self.mesh.pipeline, self.mesh.device
             self._executors[key] = Executor(
-                schedule, stages, axis, self._boundary, self.gradients, device, self._messages
+                schedule,
+                stages,
+                axis,
+                self._boundary,
+                self.gradients,
+                device,
+                self._messages,
+                self.plan.costs,
             )
         return self._executors[key]

@@ -67,7 +67,7 @@ class MemoryPlan:
 def predict(resolved: Resolved, rank: int) -> MemoryPlan:
     """What a rank (by its global number) needs when it needs the most."""
     short = shortened(resolved.plan.schedule)
-    return _predict(resolved, rank, short, transfers(short.schedule))
+    return _predict(resolved, rank, short, transfers(short.schedule, resolved.plan.costs))
 
 
 def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[Transfer]]) -> MemoryPlan:
@@ -195,5 +195,5 @@ def largest(ranks: Sequence[MemoryPlan]) -> MemoryPlan:
 def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
     """One rank's plan for every pipeline coordinate; along the other axes ranks do not differ."""
     short = shortened(resolved.plan.schedule)
-    orders = transfers(short.schedule)
+    orders = transfers(short.schedule, resolved.plan.costs)
     return [_predict(resolved, rank, short, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]

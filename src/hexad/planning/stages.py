@@ -23,10 +23,12 @@ class PipelinePlan:
     Attributes:
         schedule: of a training step as configured; valid.
         layers: of every stage.
+        costs: of every stage, by which messages are ordered; None where they are not known.
     """
 
     schedule: Schedule
     layers: tuple[range, ...]
+    costs: Costs | None = None
 
 
 def pipeline_plan(config: Config, layout: Layout) -> PipelinePlan:
@@ -41,7 +43,8 @@ def pipeline_plan(config: Config, layout: Layout) -> PipelinePlan:
     schedule = _schedule(config, layout.pipeline, max(1, microbatches))
     layers = stage_layers(config, schedule.stages)
     trained_from = ModelInventory(config.model).trained_from(layers)
-    return PipelinePlan(replace(schedule, trained_from=trained_from), layers)
+    costs = stage_costs(config, layers, layout.pipeline)
+    return PipelinePlan(replace(schedule, trained_from=trained_from), layers, costs)
 
 
 def plan_of_modules(config: Config, layout: Layout) -> PipelinePlan:

@@ -18,6 +18,7 @@ from hexad.topology.mesh import Axis
 
 from ..data.gradients import Deferred, Gradients
 from .schedule import Action, Message, Schedule
+from .simulate import Costs
 from .transfers import Exchange, transfers
 
 M = TypeVar("M")
@@ -86,6 +87,7 @@ class Executor(Generic[M]):
         gradients: where the stages' weight gradients may be deferred.
         device: where the stages compute.
         memory: of messages.
+        costs: of the stages, by which messages are ordered; the same on all ranks.
         peak_activations: most pairs of stage and microbatch held at once so far, from ``F`` to ``W``.
         times: (start, end) of every action of the last recorded run, in seconds since its start; time spent
             waiting for messages lies between actions.
@@ -99,12 +101,13 @@ class Executor(Generic[M]):
     gradients: Gradients
     device: torch.device
     memory: MessageBuffers
+    costs: Costs | None = None
     peak_activations: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
     began: float = 0.0
 
     def __post_init__(self) -> None:
-        self._transfers = transfers(self.schedule)[self.axis.rank]
+        self._transfers = transfers(self.schedule, self.costs)[self.axis.rank]
 
     def run(
         self, microbatches: Sequence[M], scale: float | None = None, record: bool = False

@@ -35,9 +35,12 @@ class Transfer(NamedTuple):
     answered: bool = False
 
 
-def transfers(schedule: Schedule) -> list[list[Transfer]]:
-    """Every rank's transfers in the global order."""
-    timeline = simulate(schedule, Costs.uniform(schedule.stages))
+def transfers(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
+    """Every rank's transfers in the global order, that of a simulation with these costs (uniform by default).
+
+    Any costs do, as long as all ranks use the same; with those of the run messages wait less for each other.
+    """
+    timeline = simulate(schedule, costs or Costs.uniform(schedule.stages))
     consumed = {
         message: index
         for actions in schedule.ranks

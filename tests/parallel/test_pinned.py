@@ -1,19 +1,14 @@
 """Page-locked memory, streams and threads of GPU runs, by what the driver is asked for."""
 
 import gc
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hexad.launching import launch
 from hexad.model.configuration import build_config
 from hexad.parallel.data.buckets import pinned
 from hexad.planning import resolve
-from hexad.topology import mesh
 from hexad.topology.layout import Layout
 
 
@@ -51,29 +46,6 @@ def test_the_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Runtime(error=2))
     with pytest.raises(RuntimeError, match=r"4000 bytes failed with error 2; raise the limit .*ulimit -l"):
         pinned(torch.zeros(1000))
-
-
-def test_groups_that_layers_wait_for_are_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = type("Options", (), {"is_high_priority_stream": False, "_timeout": None})
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    asked: dict[str, Any] = {}
-
-    def new_group(
-        ranks: list[int], *, group_desc: str, timeout: timedelta, pg_options: Any = None, **_: Any
-    ) -> object:
-        assert pg_options is None or pg_options._timeout == timeout  # torch would warn
-        asked[group_desc] = pg_options is not None and pg_options.is_high_priority_stream
-        return object()
-
-    monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(mesh, "_make_tree", lambda *_: None)
-    layout = Layout(world=8, tensor=2, pipeline=2)
-    for device, urgent in (("cuda", True), ("cpu", False)):
-        asked.clear()
-        made = mesh.Mesh.create(layout, torch.device(device))
-        made.split(made.data, 2)
-        assert asked == {"tensor": urgent, "pipeline": urgent, "data": False, "part of data": False}
 
 
 @pytest.mark.parametrize(("data", "size"), [(1, 25.0), (6, 25.0), (7, 28.0), (512, 2048.0)])

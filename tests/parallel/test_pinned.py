@@ -1,6 +1,12 @@
-"""Page-locked memory, streams and threads of GPU runs, by what the driver is asked for."""
+"""Memory, streams and threads of GPU runs, by what the driver is asked for."""
 
 import gc
+import logging
+import os
+import re
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +16,8 @@ from hexad.model.configuration import build_config
 from hexad.parallel.data.buckets import pinned
 from hexad.planning import resolve
 from hexad.topology.layout import Layout
+from hexad.topology.mesh import Axis, Mesh
+from hexad.training import loop
 
 
 class _Runtime:
@@ -67,3 +75,88 @@ def test_threads_of_the_host_follow_the_local_ranks(monkeypatch: pytest.MonkeyPa
     # Cores bound to each task of a host, or shared by torchrun's ranks inside of one.
     assert launch.host_threads({"SLURM_CPUS_PER_TASK": "12"}, 8, False) == 12
     assert launch.host_threads({"SLURM_CPUS_PER_TASK": "12", "RANK": "0"}, 8, False) == 8
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ],
+)
+def test_segments_grow_unless_the_user_decides(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str]
+) -> None:
+    """The allocator reads its settings when CUDA starts, at the latest when a device is selected."""
+    monkeypatch.setattr(os, "environ", dict(given))
+    read: list[dict[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: read.append(dict(os.environ)))
+    launch.start_on(GPU)
+    assert read == [expected]
+
+
+def test_rocm_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    launch.start_on(GPU)
+    assert not os.environ
+
+
+@pytest.mark.parametrize(
+    ("value", "pipeline", "device", "rank", "warned"),
+    [
+        ("1", 2, "cuda", 0, True),
+        ("1", 2, "cuda", 1, False),
+        ("1", 1, "cuda", 0, False),
+        ("1", 2, "cpu", 0, False),
+        ("8", 2, "cuda", 0, False),
+        (None, 2, "cuda", 0, False),
+    ],
+)
+def test_one_queue_for_all_streams_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: str | None,
+    pipeline: int,
+    device: str,
+    rank: int,
+    warned: bool,
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    axes = {name: Axis(name) for name in ("world", "tensor", "context", "data")}
+    axes["pipeline"] = Axis("pipeline", tuple(range(pipeline)), rank)
+    layout = Layout(world=pipeline, pipeline=pipeline)
+    launch.warn_of_one_queue(Mesh(layout, rank, torch.device(device), axes, timedelta(0)))
+    assert len(caplog.records) == warned
+    if warned:
+        assert re.search(r"CUDA_DEVICE_MAX_CONNECTIONS is 1 .* unset it$", caplog.text.strip())
+
+
+@pytest.mark.parametrize("retries", [0, 3])
+def test_memory_of_a_gpu_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, retries: int
+) -> None:
+    counted = {
+        "allocated_bytes.all.peak": 3 << 30,
+        "allocated_bytes.all.current": 1 << 30,
+        "reserved_bytes.all.peak": 7 << 29,
+        "num_alloc_retries": retries,
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: counted)
+    assert loop._memory(GPU) == {
+        "peak_memory_bytes": 3 << 30,
+        "reserved_memory_bytes": 7 << 29,
+        "allocator_retries": retries,
+    }
+    caplog.set_level(logging.INFO)
+    trainer: Any = SimpleNamespace(mesh=Mesh.create(Layout(world=1), GPU))
+    loop.Trainer._report_memory(trainer)
+    assert "memory of a rank at most: 3.0 GiB allocated, 3.5 GiB reserved" in caplog.text
+    assert ("free what it kept 3 times" in caplog.text) == bool(retries)

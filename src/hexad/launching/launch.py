@@ -165,6 +165,32 @@ def pick_device(setting: str, here: Environment) -> torch.device:
     return torch.device("cuda", here.local_rank)
 
 
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_OTHER_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Older names of it, which have precedence."""
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def start_on(device: torch.device) -> None:
+    """Make a GPU the current one. PyTorch's allocator will reserve memory in segments that can grow, of which
+    less is lost to fragmentation, unless the user has set it up otherwise."""
+    # Read when CUDA starts; ROCm has no such segments.
+    if torch.version.hip is None and not any(name in os.environ for name in (_ALLOCATOR, *_OTHER_NAMES)):
+        os.environ[_ALLOCATOR] = "expandable_segments:True"
+    torch.cuda.set_device(device)
+
+
+def warn_of_one_queue(mesh: Mesh) -> None:
+    """Log, on the first rank, that an environment variable delays the messages of a pipeline on GPUs."""
+    if mesh.device.type == "cuda" and mesh.pipeline.size > 1 and os.environ.get(_QUEUES) == "1":
+        text = (
+            "%s is 1 (Megatron-LM's scripts set it): a GPU takes the work of all streams from one queue, so "
+            "that pipeline messages and computation wait for each other; unset it"
+        )
+        if mesh.rank == 0:
+            log.warning(text, _QUEUES)
+
+
 def check_device(config: Config, device: torch.device) -> None:
     """Refuse number formats that the device cannot multiply.
 
@@ -224,7 +250,7 @@ def launch(config: Config) -> Iterator[Run]:
 def _joined(config: Config, here: Environment, layout: Layout, device: torch.device) -> Iterator[Run]:
     """The world of this process, until the caller is done."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        start_on(device)
     threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -247,6 +273,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
         if config.parallel.schedule.endswith(".json"):
             content = Path(config.parallel.schedule).read_bytes()
             run.identical("parallel.schedule's file", f"one with SHA-256 {sha256(content).hexdigest()[:12]}")
+        warn_of_one_queue(mesh)
         yield run
     except CommError:
         # Peers are gone. An orderly end would wait for collectives that they will never join; the process

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hexad.comm import Trace
 from hexad.config import HexadError
 from hexad.launching.environment import environment
-from hexad.launching.launch import let_threads_finish, pick_device
+from hexad.launching.launch import let_threads_finish, pick_device, start_on
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh, new_group
 
@@ -56,7 +56,7 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
         return torch.device("cuda", torch.cuda.current_device())
     device = torch.device("cpu") if backend == "gloo" else pick_device("auto", here)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        start_on(device)
     alone: dict[str, Any] = {"store": dist.HashStore()} if here.launcher == "none" else {}
     try:
         dist.init_process_group(

@@ -4,7 +4,10 @@ import gc
 import logging
 import os
 import re
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +78,37 @@ def test_threads_of_the_host_follow_the_local_ranks(monkeypatch: pytest.MonkeyPa
     # Cores bound to each task of a host, or shared by torchrun's ranks inside of one.
     assert launch.host_threads({"SLURM_CPUS_PER_TASK": "12"}, 8, False) == 12
     assert launch.host_threads({"SLURM_CPUS_PER_TASK": "12", "RANK": "0"}, 8, False) == 8
+
+
+def test_compilers_of_a_host_are_no_more_than_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def processes(variables: dict[str, str], local_world: int) -> str:
+        launch.bound_compilers(variables, local_world)
+        return variables["TORCHINDUCTOR_COMPILE_THREADS"]
+
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: set(range(96)))
+    assert processes({}, 8) == "12" and processes({}, 200) == "1"
+    assert processes({}, 1) == "32"
+    assert processes({"SLURM_CPUS_PER_TASK": "6"}, 8) == "6"
+    assert processes({"TORCHINDUCTOR_COMPILE_THREADS": "20"}, 8) == "20"
+
+
+def test_the_compiler_reads_its_number_of_processes_after_a_launch(tmp_path: Path) -> None:
+    """Nothing that a run imports imports the compiler, which reads the variable then."""
+    code = """
+import os, sys
+import hexad
+from hexad.launching import launch
+launch.os.sched_getaffinity = lambda _: set(range(5))
+import hexad.training.loop, hexad.cli.worker
+with hexad.launch(hexad.load_config({"run": {"device": "cpu"}, "model": {"vocab": 64}})):
+    assert "torch._inductor.config" not in sys.modules
+    import torch._inductor.config
+    print(torch._inductor.config.compile_threads)
+"""
+    variables = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_COMPILE_THREADS"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("5\n", 0), done.stderr
 
 
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -169,6 +169,7 @@ _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OTHER_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Older names of it, which have precedence."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_COMPILERS, _MOST_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS", 32  # torch's own limit
 
 
 def start_on(device: torch.device) -> None:
@@ -251,6 +252,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
     """The world of this process, until the caller is done."""
     if device.type == "cuda":
         start_on(device)
+    bound_compilers(os.environ, here.local_world)
     threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -317,10 +319,22 @@ def host_threads(environment: Mapping[str, str], local_world: int, offload: bool
     given = environment.get("OMP_NUM_THREADS")
     if given is not None and not (offload and given == "1"):
         return None
+    return _cores(environment, local_world)
+
+
+def _cores(environment: Mapping[str, str], local_world: int) -> int:
+    """Cores of the host for each of its ranks; under SLURM those that a task has been given."""
     cores, per_task = len(os.sched_getaffinity(0)), environment.get("SLURM_CPUS_PER_TASK", "")
     if "RANK" not in environment and per_task.isdigit():
         return max(1, min(cores, int(per_task)))
     return max(1, cores // local_world)
+
+
+def bound_compilers(environment: MutableMapping[str, str], local_world: int) -> None:
+    """Let a rank's ``torch.compile`` start no more processes than the rank has cores, unless the user has set
+    their number; torch's default is as many as the host has, up to 32, on each rank."""
+    # Read when the compiler is imported, which nothing does before a function is compiled.
+    environment.setdefault(_COMPILERS, str(min(_MOST_COMPILERS, _cores(environment, local_world))))
 
 
 def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:

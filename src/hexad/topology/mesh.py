@@ -327,6 +327,41 @@ def _gloo_devices() -> list[Any]:
     return [dist.ProcessGroupGloo.create_device(interface=n, lazy_init=False) for n in names.split(",")]
 
 
+class _Addresses(dist.Store):
+    """A store in which one gloo group of ``size`` ranks exchanges addresses, each of which is written once.
+
+    gloo waits for the address of one rank after the other and then reads it. Here all are waited for and read
+    in one call, so that a rank's calls of the store, which is that of all ranks, do not grow with the group.
+    """
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        super().__init__()
+        self._store, self._size = store, size
+        self._read: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._read:
+            name, _, rank = key.rpartition("/")
+            known = rank.isdigit() and int(rank) < self._size
+            keys = [f"{name}/{rank}" for rank in range(self._size)] if known else [key]
+            self._read.update(zip(keys, self._store.multi_get(keys)))  # waits for them
+        return self._read[key]
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        for key in keys:
+            self.get(key)
+
+
+def connected(store: dist.Store, rank: int, size: int, options: Any) -> dist.ProcessGroupGloo:
+    """A gloo group of ``size`` ranks, whose addresses are exchanged in a store of their own; all together."""
+    several = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
+    addresses = _Addresses(store, size) if several else store
+    return dist.ProcessGroupGloo(addresses, rank, size, options)
+
+
 def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
     """Connect this rank with the others of its groups; all ranks of the default process group together."""
     # Not by new_group, which every rank must call equally often.
@@ -340,5 +375,5 @@ def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
         place = ranks.index(rank)
         # The first two ranks tell a group from those of other levels.
         named = dist.PrefixStore(f"hexad/tree/{number}/{ranks[0]}-{ranks[1]}", store)
-        levels.append(Level(ranks, place, dist.ProcessGroupGloo(named, place, len(ranks), options)))
+        levels.append(Level(ranks, place, connected(named, place, len(ranks), options)))
     return Tree(tuple(levels), 0, timeout)

@@ -63,7 +63,7 @@ class World:
     def __init__(self, layout: Layout, bound: torch.device | None = GPU) -> None:
         self.layout, self.splits = layout, dict[int, list[Split]]()
         self.default = Group(tuple(range(layout.world)), bound)
-        self.rank = 0
+        self.rank, self.backend = 0, "nccl"
         World.last = self
 
     def new_group(self, ranks: list[int], *, pg_options: Any = None, **named: Any) -> Group:
@@ -95,6 +95,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     monkeypatch.setattr(dist, "group", Default())
     monkeypatch.setattr(dist, "get_rank", lambda: World.last.rank)
+    monkeypatch.setattr(dist, "get_backend", lambda _: World.last.backend)
     monkeypatch.setattr(dist, "new_group", lambda *a, **named: World.last.new_group(*a, **named))
     monkeypatch.setattr(topology, "_make_tree", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
@@ -202,8 +203,10 @@ def test_each_direction_of_the_pipeline_has_a_communicator() -> None:
     groups = {mesh.pipeline.group, mesh.pipeline.to_next, mesh.pipeline.to_previous}
     assert len(groups) == 3 and all(group.ranks == (1, 3, 5, 7) for group in groups)  # type: ignore[union-attr]
     assert mesh.tensor.to_next is mesh.tensor.to_previous is None
-    mesh = world.mesh(5, torch.device("cpu"))
-    assert mesh.pipeline.to_next is mesh.pipeline.to_previous is None
+    for device, backend in ((torch.device("cpu"), "cpu:gloo,cuda:nccl"), (GPU, "gloo")):
+        world.backend = backend
+        mesh = world.mesh(5, device)
+        assert mesh.pipeline.to_next is mesh.pipeline.to_previous is None
 
 
 @pytest.mark.parametrize("device", [GPU, torch.device("cpu")], ids=str)
@@ -240,7 +243,7 @@ def test_groups_inside_of_others_are_known(layout: Layout, data: st.DataObject) 
     assert layout.contains(outer, inner) == inside
 
 
-TORCH = dist.new_group, dist.group
+TORCH = {name: getattr(dist, name) for name in ("new_group", "group", "get_rank", "get_backend")}
 
 
 def test_torch_splits_off_the_parent_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +264,8 @@ def test_torch_splits_off_the_parent_that_it_is_given(monkeypatch: pytest.Monkey
     for module in (dist, dist.distributed_c10d):
         monkeypatch.setattr(module, "ProcessGroupNCCL", NCCL, raising=False)
     monkeypatch.setattr(dist.distributed_c10d, "_NCCL_AVAILABLE", True)
-    monkeypatch.setattr(dist, "new_group", TORCH[0])
-    monkeypatch.setattr(dist, "group", TORCH[1])
+    for name, original in TORCH.items():
+        monkeypatch.setattr(dist, name, original)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=2, world_size=8, timeout=TIMEOUT)
     try:
         default = dist.group.WORLD

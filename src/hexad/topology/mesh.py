@@ -39,10 +39,10 @@ class Axis:
             :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
-        to_next, to_previous: of the pipeline axis on GPUs, process groups of the same ranks for messages in
+        to_next, to_previous: of the pipeline axis on NCCL, process groups of the same ranks for messages in
             one direction, towards the next and towards the previous rank (cyclically). NCCL executes the
             messages of one communicator one after the other, so that the two directions would wait for each
-            other in ``group``. None of other axes and on CPUs, where messages use ``group``.
+            other in ``group``. None of other axes and on gloo, where messages use ``group``.
     """
 
     name: str
@@ -227,7 +227,7 @@ class Mesh:
             if axes[name].size > 1:
                 axes[name].group = mesh._group(axes[name], mesh._smallest_around((name,)), name)
         pipeline = mesh.pipeline
-        if device.type == "cuda" and pipeline.size > 1:
+        if device.type == "cuda" and pipeline.size > 1 and "nccl" in dist.get_backend(pipeline.group):
             pipeline.to_next = mesh._group(pipeline, pipeline.group, "pipeline, to the next rank")
             pipeline.to_previous = mesh._group(pipeline, pipeline.group, "pipeline, to the previous rank")
         return mesh

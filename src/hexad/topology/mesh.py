@@ -356,7 +356,10 @@ class _Addresses(dist.Store):
 
 
 def connected(store: dist.Store, rank: int, size: int, options: Any) -> dist.ProcessGroupGloo:
-    """A gloo group of ``size`` ranks, whose addresses are exchanged in a store of their own; all together."""
+    """A gloo group of ``size`` ranks, which call this together with a store of their own.
+
+    ``options`` have devices that connect at once: the store is not used afterwards.
+    """
     several = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
     addresses = _Addresses(store, size) if several else store
     return dist.ProcessGroupGloo(addresses, rank, size, options)

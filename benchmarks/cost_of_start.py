@@ -44,6 +44,7 @@ from hexad.comm.agreement import _lowest
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle
 from hexad.topology.layout import FAN_OUT, Layout, tree_groups
+from hexad.topology.mesh import connected
 
 LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
 HOST = 8
@@ -264,6 +265,14 @@ class Counted(dist.Store):  # type: ignore[misc]
             self._count("wait", key)
         self.inner.wait(keys, *timeout)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values: list[bytes] = self.inner.multi_get(keys)
+        self._count("multi_get", "".join(keys), b"".join(values))
+        return values
+
+    def has_extended_api(self) -> bool:
+        return True
+
 
 def through_the_store(world: int) -> dict[str, int]:
     """Calls and bytes that connecting the tree costs, from real groups of the sizes that it has."""
@@ -272,17 +281,19 @@ def through_the_store(world: int) -> dict[str, int]:
     )
     total = {"calls": 0, "bytes": 0}
     for size, groups in sizes.items():
-        store, connected = Counted(), []
+        store, groups_made = Counted(), []
 
         # All are kept until the last is connected: one that is gone would be a lost peer.
         def join(
-            rank: int, size: int = size, store: Counted = store, connected: list[Any] = connected
+            rank: int, size: int = size, store: Counted = store, groups_made: list[Any] = groups_made
         ) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
             named = dist.PrefixStore("hexad/tree/1/0-1", store)
-            connected.append(dist.ProcessGroupGloo(named, rank, size, timedelta(seconds=30)))
+            groups_made.append(connected(named, rank, size, options))
 
         run_together(join, size)
-        assert len(connected) == size, "a rank could not connect"
+        assert len(groups_made) == size, "a rank could not connect"
         total["calls"] += groups * store.calls
         total["bytes"] += groups * store.bytes
     return total
@@ -298,14 +309,17 @@ def run_together(action: Callable[[int], None], count: int) -> None:
 
 
 def store_seconds(calls: int) -> float:
-    """Seconds in which one thread of torch's TCPStore answers so many calls, measured with one client."""
+    """Seconds in which one thread of torch's TCPStore answers so many calls, measured with one client: half
+    of them write an address, half read those of a group."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    count, seconds = 2000, []
+    count, seconds, keys = 2000, [], [f"key-{number}" for number in range(FAN_OUT)]
     for _ in range(5):
+        for key in keys:
+            store.set(key, "x" * 100)
         begin = time.perf_counter()
         for number in range(count // 2):
-            store.set(f"key-{number}", b"x" * 100)
-            store.get(f"key-{number}")
+            store.set(keys[number % FAN_OUT], "x" * 100)
+            store.multi_get(keys)
         seconds.append(time.perf_counter() - begin)
     return calls * min(seconds) / count
 
@@ -334,7 +348,13 @@ def main() -> None:
         "layout": {"world": world, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
         "parameters": sum(prod(shape) for bucket in buckets(0, 1) for _, shape, _ in bucket),
         "connections_per_rank": {"most": max(connections), "median": sorted(connections)[world // 2]},
-        "store": store | {"seconds_of_one_server": round(store_seconds(store["calls"]), 2)},
+        "store": store
+        | {
+            "calls_per_rank": round(store["calls"] / world, 2),
+            "calls_per_host": round(store["calls"] / world * HOST, 1),
+            "sockets": {"of_a_rank": 1, "of_a_host": HOST, "of_the_first_rank": world},
+            "seconds_of_one_server": round(store_seconds(store["calls"]), 2),
+        },
         "files": {"checkpoint": figures["tensor_files"] + 2, "run_directory": world + 4, "directories": 3},
         "tree_bytes": {"saving": saved, "loading": loaded},
         "first_rank": figures,

@@ -187,8 +187,9 @@ def cost_of_start(results: dict[str, Any]) -> Iterator[str]:
             f"manifest {size:.0f} MB.",
             f"Loading sends {sent:.0f} MB from the first rank, which itself needs {own} rectangles.",
             f"Connections for agreements: {most} on the rank that has most, {median} on most ranks.",
-            f"Connecting them takes {calls:,} calls of the store, {traffic:.0f} MB,",
-            f"{seconds:.0f} s at the rate at which it answers one client here.",
+            f"Connecting them takes {calls:,} calls of the store ({store['calls_per_rank']} per rank), "
+            f"{traffic:.0f} MB, {seconds:.1f} s at the rate at which it answers one client here. The first "
+            f"rank's store has {store['sockets']['of_the_first_rank']:,} connections.",
         ]
     )
 

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.configuration import load_config
 from hexad.topology import mesh as mesh_module
 from hexad.topology.layout import CHANNELS, FAN_OUT, Layout, tree_groups
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Mesh, connected
 
 from ..pool import TIMEOUT, Pool
 
@@ -192,6 +193,60 @@ def _groups_of_all(directory: str) -> list[int]:
 def test_no_agreement_needs_a_group_of_all_ranks(pool: Pool, tmp_path: Path) -> None:
     for made in pool.run(4, _groups_of_all, str(tmp_path)):
         assert made and max(made) == 2
+
+
+class _Counted(dist.Store):
+    """A store that counts the calls of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = dist.HashStore(), list[str]()
+
+    def set(self, key: str, value: Any) -> None:
+        self.calls.append("set")
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.calls.append("get")
+        return self.inner.get(key)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self.calls.append("wait")
+        self.inner.wait(keys, *timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls.append("multi_get")
+        values: list[bytes] = self.inner.multi_get(keys)  # type: ignore[attr-defined]
+        return values
+
+    def has_extended_api(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_a_rank_asks_the_store_twice_to_connect_a_group(size: int) -> None:
+    """However large the group; each connection is used."""
+    store, sums = _Counted(), []
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+
+    def join(rank: int) -> None:
+        group = connected(dist.PrefixStore("group", store), rank, size, options)
+        received = [torch.zeros(1) for _ in range(size)]
+        others = [other for other in range(size) if other != rank]
+        works = [group.recv([received[other]], other, 0) for other in others]
+        works += [group.send([torch.tensor([float(rank)])], other, 0) for other in others]
+        for work in works:
+            work.wait()
+        sums.append(sum(map(float, received)) + rank)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [sum(range(size))] * size
+    assert Counter(store.calls) == {"set": size, "multi_get": size}
 
 
 def _joined(rank: int, world: int, path: str, largest: int) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hexad import Engine, Layout, Mesh, load_config
+from hexad.topology.mesh import new_group
 
 from ..pool import TIMEOUT, Pool
 from ..small import microbatches
@@ -71,6 +72,28 @@ def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[
         batch = microbatches(config, engine.mesh.data.rank, engine.mesh.data.size, seed=step)
         values.append(engine.train_step(batch).loss)
     return values
+
+
+def test_groups_are_split_off_a_parent_of_ours() -> None:
+    """A communicator, and one that is split off that one: NCCL counts what is split off which."""
+    device = torch.device("cuda", 0)
+    timeout = timedelta(seconds=TIMEOUT)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device
+    )
+    try:
+        data = new_group("data", (0,), dist.group.WORLD, device, timeout, "data")
+        run = new_group("data", (0,), data, device, timeout, "part of data")
+        for group in (run, data, dist.group.WORLD):
+            assert group is not None
+            value = torch.ones(3, device=device)
+            dist.all_reduce(value, group=group)
+            assert value.tolist() == [1.0] * 3
+        splits = [group._get_backend(device).comm_split_count() for group in (dist.group.WORLD, data, run)]  # type: ignore[union-attr]
+        assert splits == [1, 1, 0]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -1,5 +1,6 @@
 """Replicas: a weight that differs on one rank is named, and all ranks are clipped by one number."""
 
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.optim import optimizer
 from hexad.parallel.data import replicas
+from hexad.parallel.rectangle import Rectangle
 
 from ..pool import Pool
 from ..small import Tree, config_of, engine_of
@@ -35,6 +37,8 @@ def altered(parallel: dict[str, Any], model: dict[str, Any], rank: int, name: st
     """What the comparison reports before and after one bit of a weight changes on one rank."""
     engine = engine_of(config_of(DEFAULTS, parallel=parallel, model=model))
     step(engine)
+    # Agreements go by the tree: no collective is over all ranks.
+    engine.mesh.world.group = object()  # type: ignore[assignment]
     messages = []
     for bad in (False, True):
         if bad and engine.mesh.rank == rank:
@@ -82,6 +86,33 @@ def test_a_weight_that_differs_is_named(
     else:
         expected = f"{name} on rank {max(rank, other)} differs from that on rank {min(rank, other)}"
     assert before == "" and after.startswith(f"replicas differ: {expected} (log.check_replicas)")
+
+
+def _found(ranks: range, names: int) -> replicas.Differences:
+    """What ranks have found: weights of which rank 5 holds another value, and one of which all do."""
+    found: replicas.Differences = {}
+    for rank in ranks:
+        own = {Rectangle.whole(f"w{name:03}", (2,)): {int(rank == 5): (1, (rank,))} for name in range(names)}
+        own[Rectangle.whole("x", (2,))] = {rank: (1, (rank,))}
+        found = replicas._merge(found, own)
+    return found
+
+
+@pytest.mark.parametrize("names", [1, 150])
+def test_a_report_does_not_grow_with_the_world(names: int) -> None:
+    """Merged in any grouping of neighbouring ranks, to a bounded size."""
+    parts = [_found(range(first, first + 7), names) for first in range(0, 140, 7)]
+    left, right = reduce(replicas._merge, parts), parts[-1]
+    for part in reversed(parts[:-1]):
+        right = replicas._merge(part, right)
+    assert left == right == _found(range(140), names)
+    assert len(left) == min(names + 1, 100) and all(len(values) <= 64 for values in left.values())
+    report = replicas._report(left)
+    assert "w000 on rank 5 differs from that on rank 0" in report
+    if names == 1:
+        assert "x on ranks 1, 2, 3, 4, 5, 6, 7, 8 differs from that on rank 0 (log" in report
+    else:
+        assert ", and at least 97 more (log" in report
 
 
 def test_one_rank_has_no_replicas() -> None:

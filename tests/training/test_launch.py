@@ -1,5 +1,6 @@
 """Joining worlds that torchrun or SLURM have started."""
 
+import resource
 import socket
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from hexad import Layout, Mesh, load_config
 from hexad.config import AgreedError, HexadError
 from hexad.engine import language
-from hexad.launching import launch
+from hexad.launching import launch, rendezvous
 from hexad.launching.environment import Environment, environment, first_host, tasks_of_node
 
 from ..pool import Pool
@@ -127,6 +128,37 @@ def test_a_port_in_use(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> No
         result = make_run().train("parallel.tensor=2", "run.timeout=5")
     assert result.status == 2
     assert result.error.startswith(f"port {port} of 127.0.0.1 is in use; set another ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "soft", "hard", "expected"),
+    [
+        (8, 1024, 4096, None),
+        (100_000, 1024, 2**20, 100_512),
+        (100_000, 1024, resource.RLIM_INFINITY, 100_512),
+        (100_000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+        (
+            100_000,
+            1024,
+            65_536,
+            "rank 0 may open 65536 files, but needs 100512 .* raise the limit",
+        ),
+    ],
+)
+def test_rank_0_may_open_a_file_per_rank(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, soft: int, hard: int, expected: int | str | None
+) -> None:
+    """Its store has a connection of each."""
+    limits = mock.Mock()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", limits)
+    if isinstance(expected, str):
+        with pytest.raises(HexadError, match=expected):
+            rendezvous.allow_connections(ranks)
+    else:
+        rendezvous.allow_connections(ranks)
+    calls = [mock.call(resource.RLIMIT_NOFILE, (expected, hard))] if isinstance(expected, int) else []
+    assert limits.call_args_list == calls
 
 
 def test_peers_that_never_come(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class State:
         axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
         rule, clip = self._rule(optimizer), config.optimizer.clip
         self.optimizer = BucketOptimizer(self.trained, rule, clip, self.sharding, mesh.pipeline, norm, axes)
-        self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
+        self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world)
 
     def _rule(self, optimizer: Any) -> Rule:
         if optimizer is None:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -165,6 +165,33 @@ def pick_device(setting: str, here: Environment) -> torch.device:
     return torch.device("cuda", here.local_rank)
 
 
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_OTHER_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Older names of it, which have precedence."""
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_COMPILERS, _MOST_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS", 32  # torch's own limit
+
+
+def start_on(device: torch.device) -> None:
+    """Make a GPU the current one. PyTorch's allocator will reserve memory in segments that can grow, of which
+    less is lost to fragmentation, unless the user has set it up otherwise."""
+    # Read when CUDA starts; ROCm has no such segments.
+    if torch.version.hip is None and not any(name in os.environ for name in (_ALLOCATOR, *_OTHER_NAMES)):
+        os.environ[_ALLOCATOR] = "expandable_segments:True"
+    torch.cuda.set_device(device)
+
+
+def warn_of_one_queue(mesh: Mesh) -> None:
+    """Log, on the first rank, that an environment variable delays the messages of a pipeline on GPUs."""
+    if mesh.device.type == "cuda" and mesh.pipeline.size > 1 and os.environ.get(_QUEUES) == "1":
+        text = (
+            "%s is 1 (Megatron-LM's scripts set it): a GPU takes the work of all streams from one queue, so "
+            "that pipeline messages and computation wait for each other; unset it"
+        )
+        if mesh.rank == 0:
+            log.warning(text, _QUEUES)
+
+
 def check_device(config: Config, device: torch.device) -> None:
     """Refuse number formats that the device cannot multiply.
 
@@ -224,14 +251,15 @@ def launch(config: Config) -> Iterator[Run]:
 def _joined(config: Config, here: Environment, layout: Layout, device: torch.device) -> Iterator[Run]:
     """The world of this process, until the caller is done."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        start_on(device)
+    bound_compilers(os.environ, here.local_world)
     threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")
     if threads is not None:
         torch.set_num_threads(threads)
     store = None
     if here.world > 1:
         if device.type == "cuda":
-            watch.enable_flight_recorder(config.run.dir)
+            watch.enable_flight_recorder(config.run.dir, layout.world)
         store = _join(here, layout.world, device, config.run.timeout)
     idle = here.world - layout.world if here.rank == 0 else 0
     try:
@@ -247,6 +275,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
         if config.parallel.schedule.endswith(".json"):
             content = Path(config.parallel.schedule).read_bytes()
             run.identical("parallel.schedule's file", f"one with SHA-256 {sha256(content).hexdigest()[:12]}")
+        warn_of_one_queue(mesh)
         yield run
     except CommError:
         # Peers are gone. An orderly end would wait for collectives that they will never join; the process
@@ -290,10 +319,22 @@ def host_threads(environment: Mapping[str, str], local_world: int, offload: bool
     given = environment.get("OMP_NUM_THREADS")
     if given is not None and not (offload and given == "1"):
         return None
+    return _cores(environment, local_world)
+
+
+def _cores(environment: Mapping[str, str], local_world: int) -> int:
+    """Cores of the host for each of its ranks; under SLURM those that a task has been given."""
     cores, per_task = len(os.sched_getaffinity(0)), environment.get("SLURM_CPUS_PER_TASK", "")
     if "RANK" not in environment and per_task.isdigit():
         return max(1, min(cores, int(per_task)))
     return max(1, cores // local_world)
+
+
+def bound_compilers(environment: MutableMapping[str, str], local_world: int) -> None:
+    """Let a rank's ``torch.compile`` start no more processes than the rank has cores, unless the user has set
+    their number; torch's default is as many as the host has, up to 32, on each rank."""
+    # Read when the compiler is imported, which nothing does before a function is compiled.
+    environment.setdefault(_COMPILERS, str(min(_MOST_COMPILERS, _cores(environment, local_world))))
 
 
 def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:

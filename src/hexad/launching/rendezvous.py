@@ -3,6 +3,7 @@ no work, wait for the end of the run."""
 
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -23,6 +24,8 @@ from .stop import STOP_SIGNALS
 _POLL = 0.05  # seconds
 _EVERY = 10.0  # seconds between messages
 _UNKNOWN_HOST = 60.0  # seconds in which the first rank's host may become known
+_OTHER_FILES = 512
+"""Files of rank 0 beside the connections of its store: those of process groups, data and checkpoints."""
 _ASKS, _JOINED, _COMPLETE = "hexad/asks", "hexad/joined", "hexad/complete"
 
 
@@ -42,6 +45,8 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
             return _fresh(here, lambda: dist.TCPStore(address, port, timeout=limit, wait_for_workers=False))
         if here.rank:
             _reach(address, port, here, timeout)
+        else:
+            allow_connections(here.world)
         store = dist.TCPStore(
             address, port, None, here.rank == 0, limit, wait_for_workers=False, multi_tenant=True
         )
@@ -58,6 +63,23 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
                 f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"
             ) from error
         raise HexadError(f"rendezvous at {address}:{port} failed ({timeout:.0f} s): {text}") from error
+
+
+def allow_connections(ranks: int) -> None:
+    """Raise this process's limit of open files, so that the store can serve a connection of each rank.
+
+    Raises:
+        HexadError: the system's limit is too low.
+    """
+    needed = ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise HexadError(
+                f"rank 0 may open {hard} files, but needs {needed} for connections of {ranks} ranks; raise "
+                "the limit on its host (ulimit -Hn, systemd's LimitNOFILE)"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _reach(address: str, port: int, here: Environment, timeout: float) -> None:

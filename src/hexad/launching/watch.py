@@ -24,16 +24,19 @@ _FOLDER, _PREFIX = "flight-recorder", "rank_"
 _ENTRIES = 2000
 
 
-def enable_flight_recorder(run_dir: str | Path) -> None:
+def enable_flight_recorder(run_dir: str | Path, ranks: int) -> None:
     """Let NCCL's process groups record their collectives, and torch's watchdog write them into ``run_dir``.
 
     To be called before the first group is made. Variables that the user has set are left as they are.
+    ``ranks``: of the world.
     """
     prefix = str(Path(run_dir).absolute() / _FOLDER / _PREFIX)
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", str(_ENTRIES)),
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", str(_ENTRIES)),  # its name before torch 2.9
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        # Each rank asks the store, in this interval, whether another one is writing: 1,000 calls/s at most.
+        ("TORCH_NCCL_COORD_CHECK_MILSEC", str(max(1000, ranks))),
         ("TORCH_FR_DUMP_TEMP_FILE", prefix),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
     ):

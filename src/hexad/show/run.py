@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 METRICS = "metrics.jsonl"
+_MEMORY = ("peak_memory_bytes", "reserved_memory_bytes", "allocator_retries")  # the latter two of GPUs
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_BARS = 20  # the table fits into 80 columns
 
@@ -123,7 +124,7 @@ def summary(metrics: Metrics) -> dict[str, Any]:
         "skipped_steps": len(metrics.skipped),
         **{name: extremes(name) for name in ("loss", "validation_loss", "grad_norm")},
         **{name: middle(name) for name in ("tokens_per_second", "step_seconds", "mfu")},
-        "peak_memory_bytes": max(metrics.series("peak_memory_bytes")[1], default=None),
+        **{name: max(metrics.series(name)[1], default=None) for name in _MEMORY},
         "comm_bytes_per_step": {axis: median(counts) for axis, counts in metrics.sent().items()},
     }
 

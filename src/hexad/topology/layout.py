@@ -15,7 +15,7 @@ world is ever stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
@@ -142,6 +142,19 @@ class Layout:
             return list(range(first, first + degree * stride, stride))
         return [first + member for member in _numbers(inside)]
 
+    def contains(self, outer: Sequence[str], inner: Sequence[str]) -> bool:
+        """Whether every group along the axes ``inner`` lies in one group along the axes ``outer``, which may
+        be of the other grid."""
+        ranges = _joined(self._longer(outer))
+        return all(
+            any(
+                digit.stride % span.stride == 0
+                and span.degree % (digit.stride // span.stride * digit.degree) == 0
+                for span in ranges
+            )
+            for digit in self._longer(inner)
+        )
+
     # Questions about ranks
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -226,6 +239,11 @@ class Layout:
     def _digits_of(self, axes: tuple[str, ...]) -> list[Digit]:
         wanted = {digit for axis in axes for digit in self._digits[_known(axis)]}
         return [digit for digit in self._grid_of(axes) if digit in wanted]
+
+    def _longer(self, axes: Sequence[str]) -> list[Digit]:
+        """The digits of axes of any grid that are longer than 1, fastest first."""
+        digits = {digit for axis in axes for digit in self._digits[_known(axis)] if digit.degree > 1}
+        return sorted(digits, key=lambda digit: digit.stride)
 
     # Checks
 
@@ -330,6 +348,17 @@ def _number(coordinate: int, digits: tuple[Digit, ...]) -> int:
         total += coordinate % degree * stride
         coordinate //= degree
     return total
+
+
+def _joined(digits: list[Digit]) -> list[Digit]:
+    """Digits (fastest first) of which those that follow each other without a gap are one."""
+    joined: list[Digit] = []
+    for digit in digits:
+        if joined and joined[-1].degree * joined[-1].stride == digit.stride:
+            joined[-1] = Digit(joined[-1].degree * digit.degree, joined[-1].stride)
+        else:
+            joined.append(digit)
+    return joined
 
 
 def _numbers(digits: list[Digit]) -> Iterator[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -12,10 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .layout import CHANNELS, FAN_OUT, Layout, Level, Tree, tree_groups
+from .layout import AXES, CHANNELS, FAN_OUT, Layout, Level, Tree, tree_groups
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
 """Axes that a step's traffic is counted for."""
+URGENT_AXES = ("tensor", "context", "pipeline")
+"""Axes whose ranks layers wait for: their kernels go before those of gradients and parameters, which run
+beside layers."""
 
 
 @dataclass(eq=False)
@@ -36,6 +41,10 @@ class Axis:
         kinds: names of its calls (filled by :mod:`hexad.comm`).
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
+        to_next, to_previous: of the pipeline axis on NCCL, process groups of the same ranks for messages in
+            one direction, towards the next and towards the previous rank (cyclically). NCCL executes the
+            messages of one communicator one after the other, so that the two directions would wait for each
+            other in ``group``. None of other axes and on gloo, where messages use ``group``.
     """
 
     name: str
@@ -48,6 +57,8 @@ class Axis:
     tree: Tree | None = None
     kinds: dict[tuple[str, int | None], Any] = field(default_factory=dict)
     parts: tuple[Axis, ...] = ()
+    to_next: dist.ProcessGroup | None = None
+    to_previous: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
@@ -108,8 +119,7 @@ class Mesh:
             return self.axes[names[0]]
         together = "-".join(names)
         if together not in self.axes:
-            ranks = tuple(self.layout.group(self.rank, *names))
-            self.axes[together] = self._part(self.axes[names[0]], ranks)
+            self.axes[together] = self._along(names, self.axes[names[0]])
         return self.axes[together]
 
     def _expert_axis(self, name: str) -> Axis:
@@ -117,10 +127,23 @@ class Mesh:
         traffic counts as that of the dense grid's counterpart."""
         if name not in self.axes:
             counted = self.axes[{"expert_data": "data", "expert_tensor": "tensor"}[name]]
-            self.axes[name] = replace(
-                self._part(counted, tuple(self.layout.group(self.rank, name))), name=name
-            )
+            self.axes[name] = replace(self._along((name,), counted), name=name)
         return self.axes[name]
+
+    def _along(self, names: tuple[str, ...], counted: Axis) -> Axis:
+        """The ranks along axes of one grid; their traffic counts as that of another axis."""
+        ranks = tuple(self.layout.group(self.rank, *names))
+        return self._part(counted, ranks, self._smallest_around(names))
+
+    def _smallest_around(self, names: Sequence[str]) -> dist.ProcessGroup | None:
+        """The process group of the smallest axis so far whose groups contain those along some axes. It is the
+        same axis on every rank."""
+        around = [self.world]
+        for together, axis in self.axes.items():
+            along = together.split("-")
+            if axis.group is not None and set(along) <= set(AXES) and self.layout.contains(along, names):
+                around.append(axis)
+        return min(around, key=lambda axis: axis.size).group
 
     def some(self, axis: Axis, *places: int) -> Axis:
         """Make an axis of some places of another, whose traffic counts as that one's.
@@ -132,10 +155,13 @@ class Mesh:
         if members == axis.ranks:
             return axis
         if self.rank in members:
-            return self._part(axis, members)
-        if len(members) > 1:  # torch names a group after how many a process has made before: as many here
-            _new_group(axis.name, (self.rank,), self.device, self.timeout, f"apart from {axis.name}")
-        return self._part(axis, (self.rank,))
+            return self._part(axis, members, axis.group)
+        if len(members) > 1:
+            # A group of its own: torch names groups after how many a process has made before, and NCCL's are
+            # split off by all ranks of the axis together.
+            apart = f"apart from {axis.name}"
+            new_group(axis.name, (self.rank,), axis.group, self.device, self.timeout, apart)
+        return self._part(axis, (self.rank,), None)
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
         """Split an axis into two: runs of ``size`` neighbouring places, and the places across those runs.
@@ -148,8 +174,8 @@ class Mesh:
             return Axis(axis.name, (self.rank,)), axis
         run, place = divmod(axis.rank, size)
         return (
-            self._part(axis, axis.ranks[run * size : (run + 1) * size]),
-            self._part(axis, axis.ranks[place::size]),
+            self._part(axis, axis.ranks[run * size : (run + 1) * size], axis.group),
+            self._part(axis, axis.ranks[place::size], axis.group),
         )
 
     def factored(self, name: str, parts: tuple[str, str], size: int) -> Mesh:
@@ -163,7 +189,7 @@ class Mesh:
         run, place = divmod(whole.rank, size)
         inside = whole
         if size < whole.size:
-            inside = self._part(whole, whole.ranks[run * size : (run + 1) * size])
+            inside = self._part(whole, whole.ranks[run * size : (run + 1) * size], whole.group)
         known = (Axis(parts[0], whole.ranks[place::size], run), replace(inside, name=parts[1]))
         axes = {**self.axes, name: replace(whole, parts=known), **dict(zip(parts, known))}
         return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
@@ -180,12 +206,12 @@ class Mesh:
         axes = {**self.axes, "ring": ring, "ulysses": ulysses}
         return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
 
-    def _part(self, axis: Axis, members: tuple[int, ...]) -> Axis:
-        """Some ranks of an axis, this one among them, with a group of their own; its traffic counts as the
-        axis's."""
+    def _part(self, axis: Axis, members: tuple[int, ...], parent: dist.ProcessGroup | None) -> Axis:
+        """Ranks with a group of their own, this one among them, whose traffic counts as an axis's; ``parent``
+        as in :func:`new_group`."""
         group = None
         if len(members) > 1:
-            group = _new_group(axis.name, members, self.device, self.timeout, f"part of {axis.name}")
+            group = new_group(axis.name, members, parent, self.device, self.timeout, f"part of {axis.name}")
         return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
     @classmethod
@@ -202,9 +228,21 @@ class Mesh:
         axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace, tree=tree)}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
-            group = _new_group(name, ranks, device, limit, name) if len(ranks) > 1 else None
-            axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
-        return cls(layout, rank, device, axes, limit)
+            axes[name] = Axis(name, ranks, ranks.index(rank), trace=trace)
+        mesh = cls(layout, rank, device, axes, limit)
+        # From large to small, since a small group is split off the smallest that contains it.
+        mesh.gradient_axis()
+        for name in sorted(TRAINING_AXES, key=layout.degree, reverse=True):
+            if axes[name].size > 1:
+                axes[name].group = mesh._group(axes[name], mesh._smallest_around((name,)), name)
+        pipeline = mesh.pipeline
+        if device.type == "cuda" and pipeline.size > 1 and "nccl" in dist.get_backend(pipeline.group):
+            pipeline.to_next = mesh._group(pipeline, pipeline.group, "pipeline, to the next rank")
+            pipeline.to_previous = mesh._group(pipeline, pipeline.group, "pipeline, to the previous rank")
+        return mesh
+
+    def _group(self, axis: Axis, parent: dist.ProcessGroup | None, description: str) -> dist.ProcessGroup:
+        return new_group(axis.name, axis.ranks, parent, self.device, self.timeout, description)
 
     def background(self, name: str, timeout: timedelta | None = None, trace: Any = None) -> Axis:
         """All ranks, for agreements that are made beside others: each of :data:`CHANNELS` by its name."""
@@ -224,29 +262,69 @@ class Mesh:
         return {name: self.axes[name].sent.total() for name in TRAINING_AXES}
 
 
-def _new_group(
-    name: str, ranks: tuple[int, ...], device: torch.device, timeout: timedelta, description: str
-) -> Any:
-    """A process group of ranks of an axis. Only members take part, so that the cost does not grow with the
-    world."""
-    return dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        use_local_synchronization=True,
-        group_desc=description,
-        pg_options=_urgent(name, device, timeout),
-    )
+def new_group(
+    axis: str,
+    members: tuple[int, ...],
+    parent: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta,
+    description: str,
+) -> dist.ProcessGroup:
+    """A process group of ascending global ranks, this one among them; every group is made here.
+
+    Of gloo only the members take part, so that the cost does not grow with the world. NCCL splits a
+    communicator off that of ``parent``: all ranks of the parent call this together, each with the group that
+    it belongs to, which contain each rank of the parent once. Groups of the urgent axes, see
+    :data:`URGENT_AXES`, have kernels of high priority.
+    """
+    source, options = _communicator(parent, device), None
+    if source is not None or (device.type == "cuda" and axis in URGENT_AXES):
+        options = dist.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = axis in URGENT_AXES
+        options._timeout = timeout  # new_group warns if it differs from its own
+        if source is not None:
+            # The first rank is a number that no other group of the parent has.
+            options.split_from, options.split_color = source, members[0]
+            # The parent may have been used before: splitting allocates memory, which waits for kernels.
+            torch.cuda.synchronize(device)
+    with _not_splitting_the_default():
+        group: dist.ProcessGroup = dist.new_group(
+            list(members),
+            timeout=timeout,
+            use_local_synchronization=True,
+            group_desc=description,
+            pg_options=options,
+            device_id=None if source is None else device,
+        )
+    return group
 
 
-def _urgent(name: str, device: torch.device, timeout: timedelta) -> Any:
-    """NCCL's options of an axis: layers wait for tensor, context and pipeline ranks, so that their kernels go
-    before those of gradients and parameters, which run beside layers."""
-    if device.type != "cuda" or name not in ("tensor", "context", "pipeline"):
+def _communicator(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """The backend of a group whose NCCL communicator exists, so that others can be split off; else None."""
+    if device.type != "cuda" or group is None or group.bound_device_id is None:
         return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    options._timeout = timeout  # new_group warns if it differs from its own
-    return options
+    backend = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend if backend.supports_splitting else None
+
+
+@contextmanager
+def _not_splitting_the_default() -> Iterator[None]:
+    """Let ``new_group`` use the parent and colour of the options that it is given.
+
+    Where the default group is bound to a device, torch splits every group off that one and overwrites both.
+    Its colour, as that of ``split_group``, is a 31-bit hash of the ranks, which different groups may have in
+    common: NCCL would merge them.
+    """
+    default = dist.group.WORLD
+    if default is None or default.bound_device_id is None:
+        yield
+        return
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 def _gloo_devices() -> list[Any]:
@@ -256,6 +334,44 @@ def _gloo_devices() -> list[Any]:
     if not names:
         return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
     return [dist.ProcessGroupGloo.create_device(interface=n, lazy_init=False) for n in names.split(",")]
+
+
+class _Addresses(dist.Store):
+    """A store in which one gloo group of ``size`` ranks exchanges addresses, each of which is written once.
+
+    gloo waits for the address of one rank after the other and then reads it. Here all are waited for and read
+    in one call, so that a rank's calls of the store, which is that of all ranks, do not grow with the group.
+    """
+
+    def __init__(self, store: dist.Store, size: int) -> None:
+        super().__init__()
+        self._store, self._size = store, size
+        self._read: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._read:
+            name, _, rank = key.rpartition("/")
+            known = rank.isdigit() and int(rank) < self._size
+            keys = [f"{name}/{rank}" for rank in range(self._size)] if known else [key]
+            self._read.update(zip(keys, self._store.multi_get(keys)))  # waits for them
+        return self._read[key]
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        for key in keys:
+            self.get(key)
+
+
+def connected(store: dist.Store, rank: int, size: int, options: Any) -> dist.ProcessGroupGloo:
+    """A gloo group of ``size`` ranks, which call this together with a store of their own.
+
+    ``options`` have devices that connect at once: the store is not used afterwards.
+    """
+    several = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
+    addresses = _Addresses(store, size) if several else store
+    return dist.ProcessGroupGloo(addresses, rank, size, options)
 
 
 def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
@@ -271,5 +387,5 @@ def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
         place = ranks.index(rank)
         # The first two ranks tell a group from those of other levels.
         named = dist.PrefixStore(f"hexad/tree/{number}/{ranks[0]}-{ranks[1]}", store)
-        levels.append(Level(ranks, place, dist.ProcessGroupGloo(named, place, len(ranks), options)))
+        levels.append(Level(ranks, place, connected(named, place, len(ranks), options)))
     return Tree(tuple(levels), 0, timeout)

@@ -194,6 +194,7 @@ class Trainer:
             lowest = "".join(f", {loss:.4f} after step {at}" for loss, at in self.saves.evaluations.best[:1])
             text = "validate.patience: ended after step %d, %d evaluations without a lower loss%s"
             log.info(text, engine.step, self.saves.evaluations.since, lowest)
+        self._report_memory()
         outcome = Outcome(engine.step, signal)
         self._notify("on_end", outcome)
         return outcome
@@ -218,6 +219,21 @@ class Trainer:
         elif self._impatient():
             text = "nothing to do: validate.patience is %d; set a larger number to continue"
             log.info(text, config.validate_.patience)
+
+    def _report_memory(self) -> None:
+        """Log the most memory that any rank's GPU has used; all ranks together."""
+        if self.mesh.device.type != "cuda":
+            return
+        own = _memory(self.mesh.device)
+        most = merged(own, self.mesh.world, lambda a, b: {name: max(a[name], b[name]) for name in a})
+        allocated, reserved = most["peak_memory_bytes"] / 2**30, most["reserved_memory_bytes"] / 2**30
+        log.info("memory of a rank at most: %.1f GiB allocated, %.1f GiB reserved", allocated, reserved)
+        if most["allocator_retries"]:
+            text = (
+                "memory was short: a rank's allocator had to free what it kept %d times, and waited for the "
+                "GPU each time; leave it more room (hexad show memory)"
+            )
+            log.warning(text, most["allocator_retries"])
 
     def _notify(self, event: str, *facts: object) -> None:
         """Call a method of every callback, in their order."""
@@ -311,7 +327,7 @@ class Trainer:
             "step_seconds": seconds,
             "tokens_per_second": rate,
             "mfu": mfu,
-            "peak_memory_bytes": _peak_memory(self.mesh.device),
+            **_memory(self.mesh.device),
             "comm_bytes": sent,
             "skipped": result.skipped,
             **({"loss_scale": result.loss_scale} if self.engine.scaler.active else {}),
@@ -350,8 +366,14 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets |
     return training, ValidationSets(config, mesh, tokenizer)
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Largest memory this rank has used so far, in bytes: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _memory(device: torch.device) -> dict[str, int]:
+    """The most memory that this rank has used so far, in bytes: allocated on a GPU, resident on a CPU. For a
+    GPU also the most that PyTorch's allocator has reserved, and how often it had to free what it kept."""
+    if device.type != "cuda":
+        return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    facts = torch.cuda.memory_stats(device)
+    return {
+        "peak_memory_bytes": facts["allocated_bytes.all.peak"],
+        "reserved_memory_bytes": facts["reserved_bytes.all.peak"],
+        "allocator_retries": facts["num_alloc_retries"],
+    }

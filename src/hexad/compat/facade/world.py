@@ -16,9 +16,11 @@ import torch.distributed as dist
 from hexad.comm import Trace
 from hexad.config import HexadError
 from hexad.launching.environment import environment
-from hexad.launching.launch import let_threads_finish, pick_device
+from hexad.launching.launch import let_threads_finish, pick_device, start_on
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Axis, Mesh, new_group
+
+_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass
@@ -54,14 +56,14 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
         return torch.device("cuda", torch.cuda.current_device())
     device = torch.device("cpu") if backend == "gloo" else pick_device("auto", here)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        start_on(device)
     alone: dict[str, Any] = {"store": dist.HashStore()} if here.launcher == "none" else {}
     try:
         dist.init_process_group(
             backend or ("nccl" if device.type == "cuda" else "gloo"),
             rank=here.rank,
             world_size=here.world,
-            timeout=timeout or timedelta(minutes=30),
+            timeout=timeout or _TIMEOUT,
             **alone,
         )
     except (RuntimeError, ValueError) as error:
@@ -86,7 +88,7 @@ def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:
     """The mesh of so many pipeline ranks and else data ranks; created on first use, by all ranks together."""
     layout, meshes = Layout(world=world_size(), pipeline=pipeline), _world().meshes
     if layout not in meshes:
-        meshes[layout] = Mesh.create(layout, device, 1800.0, Trace())
+        meshes[layout] = Mesh.create(layout, device, _TIMEOUT.total_seconds(), Trace())
     return use(meshes[layout])
 
 
@@ -107,7 +109,7 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
         return axis.group
     world = _world()
     if world.alone is None:
-        world.alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        world.alone = new_group("alone", (dist.get_rank(),), world.group, join(), _TIMEOUT, "alone")
     return world.alone
 
 

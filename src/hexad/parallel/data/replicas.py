@@ -1,13 +1,12 @@
 """Whether ranks that should hold the same values do: a hash of the bits of every weight is compared."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hexad.comm import all_reduce, gather_objects
+from hexad.comm import all_reduce, merged
 from hexad.config import AgreedError
 from hexad.topology.mesh import Axis
 
@@ -16,8 +15,14 @@ from .buckets import Bucket, Shardings
 
 _BLOCK = 1 << 20
 """Elements hashed at a time."""
+_MOST_WEIGHTS, _MOST_VALUES, _MOST_RANKS = 100, 64, 8
+"""What is kept of weights that differ, so that a report does not grow with the world."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x3C6EF372FE94F82A  # twice SplitMix64's increment: times an index and plus one it is odd
+
+
+Differences = dict[Rectangle, dict[int, tuple[int, tuple[int, ...]]]]
+"""The hashes of weights that differ: of each, how many ranks hold it, and the lowest of these."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +32,13 @@ class Replicas:
     Attributes:
         sharding: among which ranks the state is sharded.
         ties: by name, the ranks that hold copies of the same parameters for several stages.
-        world: all ranks.
+        world: all ranks, which agree by its tree.
     """
 
     buckets: Sequence[Bucket]
     sharding: Shardings
     ties: Mapping[str, Axis]
     world: Axis
-    device: torch.device
 
     @torch.no_grad()
     def check(self) -> None:
@@ -43,7 +47,7 @@ class Replicas:
         Raises:
             AgreedError: a weight differs, naming it and the ranks; the same on every rank.
         """
-        different: dict[Rectangle, int] = {}
+        different: Differences = {}
         for axes, buckets in self._groups():
             hashes = {
                 rectangle: _hash(values)
@@ -60,10 +64,12 @@ class Replicas:
             largest, smallest = both[: len(mine)], ~both[len(mine) :]
             if not torch.equal(largest, smallest):
                 wrong = (largest != smallest).tolist()
-                different |= {r: int(h) for (r, h), bad in zip(hashes.items(), wrong) if bad}
-        differences = torch.tensor(len(different), device=self.device)
-        if int(all_reduce(differences, self.world, "max")):
-            raise AgreedError(_report(gather_objects(different, self.world)))
+                different |= {
+                    r: {int(h): (1, (self.world.rank,))} for (r, h), bad in zip(hashes.items(), wrong) if bad
+                }
+        different = merged(different, self.world, _merge)
+        if different:
+            raise AgreedError(_report(different))
 
     def _groups(self) -> list[tuple[list[Axis], list[Bucket]]]:
         """Buckets by the axes along which ranks hold the same, in an order that is the same on all these."""
@@ -92,18 +98,32 @@ def _hash(values: Tensor) -> Tensor:
     return total
 
 
-def _report(by_rank: Sequence[dict[Rectangle, int]]) -> str:
+def _merge(one: Differences, other: Differences) -> Differences:
+    """The differences that two sets of ranks have found: of the first weights by name, the values that the
+    lowest ranks have."""
+    both: Differences = {}
+    for rectangle in sorted(one.keys() | other.keys(), key=lambda r: (r.name, r.offset))[:_MOST_WEIGHTS]:
+        values = dict(one.get(rectangle, {}))
+        for value, (count, ranks) in other.get(rectangle, {}).items():
+            before, lowest = values.get(value, (0, ()))
+            values[value] = before + count, tuple(sorted(lowest + ranks)[:_MOST_RANKS])
+        by_rank = sorted(values.items(), key=lambda item: item[1][1])
+        both[rectangle] = dict(by_rank[:_MOST_VALUES])
+    return both
+
+
+def _report(different: Differences) -> str:
     """The ranks that differ from most replicas, or from the first, of the first weights that differ."""
     lines = []
-    rectangles = dict.fromkeys(rectangle for digests in by_rank for rectangle in digests)
-    for rectangle in list(rectangles)[:3]:
-        held = {rank: digests[rectangle] for rank, digests in enumerate(by_rank) if rectangle in digests}
-        common = Counter(held.values()).most_common(1)[0][0]
-        right = next(rank for rank, value in held.items() if value == common)
-        wrong = [str(rank) for rank, value in held.items() if value != common]
-        ranks = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(wrong[:8])}"
+    for rectangle, values in list(different.items())[:3]:
+        common = max(values, key=lambda value: (values[value][0], -values[value][1][0]))
+        right = values.pop(common)[1][0]
+        wrong = sorted(rank for _, ranks in values.values() for rank in ranks)
+        several = f"ranks {', '.join(map(str, wrong[:_MOST_RANKS]))}"
+        ranks = f"rank {wrong[0]}" if len(wrong) == 1 else several
         lines.append(f"{rectangle.name} on {ranks} differs from that on rank {right}")
-    more = f", and {len(rectangles) - 3} more" if len(rectangles) > 3 else ""
+    least = "at least " if len(different) == _MOST_WEIGHTS else ""
+    more = f", and {least}{len(different) - 3} more" if len(different) > 3 else ""
     return (
         f"replicas differ: {'; '.join(lines)}{more} (log.check_replicas); most often a fault of memory or of "
         "a link: resume from an earlier checkpoint, without that host if it happens again"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,8 +20,10 @@ from hexad.parallel.data import buckets
 from hexad.parallel.pipeline import executor
 from hexad.parallel.pipeline.schedule import Message, Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.simulate import Costs
 from hexad.parallel.pipeline.transfers import Exchange, Transfer, transfers
 from hexad.topology import mesh
+from hexad.topology.mesh import Axis
 
 from ..parity.harness import VARIANTS, Case, Variant, deep
 from ..pool import Pool
@@ -118,10 +121,10 @@ def test_the_host_waits_where_it_reads_and_agrees() -> None:
     )
 
 
-def as_needed(schedule: Schedule) -> list[list[Transfer]]:
+def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
     """Messages in the order in which each rank comes to them."""
     orders = []
-    for own, actions in zip(transfers(schedule), schedule.ranks):
+    for own, actions in zip(transfers(schedule, costs), schedule.ranks):
         of = {transfer.message: transfer for transfer in own}
         order = [m for a in actions for m in (schedule.received(a), schedule.sent(a)) if m is not None]
         orders.append([of[message] for message in order])
@@ -232,8 +235,13 @@ def _reversed_axes(rank: int) -> Any:
     return mock.patch.object(mesh, "TRAINING_AXES", axes)
 
 
-def _own_order(rank: int) -> Any:
-    return mock.patch.object(executor, "transfers", as_needed)
+@contextmanager
+def _own_order(rank: int) -> Iterator[None]:
+    with (
+        mock.patch.object(executor, "transfers", as_needed),
+        mock.patch.object(Axis, "carrier", lambda self, *_: self.group),  # for both directions
+    ):
+        yield
 
 
 def _other_buckets(rank: int) -> Any:
@@ -264,7 +272,11 @@ _FOUR = Case(deep(VARIANTS[0], 3), data=2, pipeline=2, zero=1)
 _RING = Case(VARIANTS[0], context=2)
 BROKEN: dict[str, tuple[Case, Callable[[int], Any], str]] = {
     "groups created in another order": (_FOUR, _reversed_axes, "its host at created"),
-    "messages in each rank's own order": (replace(_FOUR, pipeline=4, data=1), _own_order, "deadlock"),
+    "messages in each rank's own order": (
+        replace(_FOUR, pipeline=4, data=1),
+        _own_order,
+        "deadlock",
+    ),
     "buckets of another size": (_FOUR, _other_buckets, "reduce_scatter of"),
     "a reduction left out": (_FOUR, _no_norm, "all_reduce of 8 bytes"),
     "messages one by one": (_RING, _unbatched, "deadlock"),
@@ -285,14 +297,13 @@ def test_code_broken_on_one_rank_is_noticed(name: str, pool: Pool) -> None:
 class _Transport:
     """Writes down what a rank's exchange asks for."""
 
-    def __init__(self, events: list[Event], both: str, forwards: str) -> None:
-        self.events, self.numbers = events, 0
-        self.both, self.forwards = both, forwards
+    def __init__(self, events: list[Event], axis: Axis) -> None:
+        self.events, self.axis, self.numbers = events, axis, 0
 
     def _start(self, kind: str, message: Message, peer: int) -> Any:
         number, self.numbers = self.numbers, self.numbers + 1
-        group = self.forwards if message.kind == "F" else self.both
-        self.events.append(call(number, kind, group, peer=peer))
+        ends = (self.axis.rank, peer) if kind == "send" else (peer, self.axis.rank)
+        self.events.append(call(number, kind, str(self.axis.carrier(*ends)), peer=peer))
         events = self.events
 
         class Started:
@@ -312,10 +323,13 @@ class _Transport:
 def programs(schedule: Schedule, orders: list[list[Transfer]], directions: bool = False) -> Played:
     """Play a schedule's messages, with each direction on a communicator of its own or on one for both."""
     ranks = tuple(range(schedule.pipeline))
+    groups: dict[str, Any] = {"group": "both"}
+    if directions:
+        groups |= {"to_next": "next", "to_previous": "previous"}
     result: dict[int, list[Event]] = {}
     for rank, actions in enumerate(schedule.ranks):
-        events: list[Event] = [Created("both", ranks), Created("forwards", ranks)]
-        transport = _Transport(events, "both", "forwards" if directions else "both")
+        events: list[Event] = [Created(name, ranks) for name in groups.values()]
+        transport = _Transport(events, Axis("pipeline", ranks, rank, **groups))
         exchange = Exchange(schedule, orders[rank], transport)
         for action in actions:
             needed, made = schedule.received(action), schedule.sent(action)
@@ -341,10 +355,23 @@ schedules = st.builds(
 )
 
 
-@given(schedule=schedules, directions=st.booleans())
+@given(schedule=schedules, directions=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_messages_of_any_schedule_arrive(schedule: Schedule, directions: bool) -> None:
-    assert programs(schedule, transfers(schedule), directions).problems == []
+def test_messages_of_any_schedule_arrive(schedule: Schedule, directions: bool, data: Any) -> None:
+    seconds = st.lists(st.integers(1, 9), min_size=schedule.stages, max_size=schedule.stages).map(tuple)
+    costs = Costs(data.draw(seconds), data.draw(seconds), data.draw(seconds))
+    assert programs(schedule, transfers(schedule, costs), directions).problems == []
+
+
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+def test_each_direction_of_neighbours_has_a_communicator(pipeline: int) -> None:
+    groups: dict[str, Any] = {"group": "both", "to_next": "next", "to_previous": "previous"}
+    axis = Axis("pipeline", tuple(range(pipeline)), 0, **groups)
+    assert {axis.carrier(0, 1), axis.carrier(1, 0)} == {"next", "previous"}
+    assert axis.carrier(pipeline - 1, 0) == ("previous" if pipeline == 2 else "next")  # around the end
+    assert axis.carrier(0, pipeline - 1) == ("next" if pipeline == 2 else "previous")
+    if pipeline == 4:
+        assert axis.carrier(0, 2) == "both"
 
 
 def test_messages_in_each_rank_s_own_order_hang() -> None:

@@ -24,6 +24,7 @@ from hexad.parallel.pipeline import executor
 from hexad.parallel.pipeline.executor import Executor, MessageBuffers, Stage
 from hexad.parallel.pipeline.schedule import Schedule, forward_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.simulate import Costs
 from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.topology.mesh import Axis
 
@@ -189,9 +190,9 @@ def test_transfers_as_ranks_come_to_them_get_stuck(
 ) -> None:
     """Two ranks of 1F1B's steady state both send before they receive."""
 
-    def as_needed(schedule: Schedule) -> list[list[Transfer]]:
+    def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
         result = []
-        for own, actions in zip(transfers(schedule), schedule.ranks):
+        for own, actions in zip(transfers(schedule, costs), schedule.ranks):
             of = {transfer.message: transfer for transfer in own}
             order = [m for a in actions for m in (schedule.received(a), schedule.sent(a)) if m is not None]
             result.append([of[message] for message in order])

@@ -262,13 +262,13 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 def send_async(tensor: Tensor, axis: Axis, to: int, tag: int = 0) -> Pending:
     """Send ``tensor`` to the axis's rank ``to``; keep it unchanged until ``wait()``."""
-    call = partial(dist.isend, tensor, axis.ranks[to], group=axis.group, tag=tag)
+    call = partial(dist.isend, tensor, axis.ranks[to], group=axis.carrier(axis.rank, to), tag=tag)
     return _start("send", axis, tensor.nbytes, tensor, call, sent=tensor.nbytes, peer=to)
 
 
 def receive_async(tensor: Tensor, axis: Axis, source: int, tag: int = 0) -> Pending:
     """Receive into ``tensor`` from the axis's rank ``source``."""
-    call = partial(dist.irecv, tensor, axis.ranks[source], group=axis.group, tag=tag)
+    call = partial(dist.irecv, tensor, axis.ranks[source], group=axis.carrier(source, axis.rank), tag=tag)
     return _start("receive", axis, tensor.nbytes, tensor, call, sent=0, peer=source)
 
 

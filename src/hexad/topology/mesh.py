@@ -32,6 +32,7 @@ class Axis:
         ranks: global ranks of this rank's group along the axis, in order.
         rank: this rank's place among them.
         group: the process group; None where the axis has size 1.
+        device: of the tensors that are sent.
         sent: bytes this rank has sent, by operation (filled by :mod:`hexad.comm`).
         calls: number of collectives, by operation.
         tree: the connections by which all ranks agree, of the axis of all ranks, see
@@ -42,15 +43,15 @@ class Axis:
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
         to_next, to_previous: of the pipeline axis on NCCL, process groups of the same ranks for messages in
-            one direction, towards the next and towards the previous rank (cyclically). NCCL executes the
-            messages of one communicator one after the other, so that the two directions would wait for each
-            other in ``group``. None of other axes and on gloo, where messages use ``group``.
+            one direction. NCCL executes the messages of one communicator one after the other, so that the two
+            directions would wait for each other in ``group``. None of other axes and on gloo.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     trace: Any = None
@@ -65,11 +66,25 @@ class Axis:
         """The axis's degree."""
         return len(self.ranks)
 
+    def carrier(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        """The process group of messages from one of its places to another."""
+        if self.to_next is None:
+            return self.group
+        if self.size == 2:
+            return self.to_next if sender < receiver else self.to_previous
+        towards = {1: self.to_next, self.size - 1: self.to_previous}
+        return towards.get((receiver - sender) % self.size, self.group)
+
     @cached_property
     def on_host(self) -> bool:
         """Whether the host carries its collectives out (gloo): they are complete once they were waited for.
         Others are queued on a device."""
-        return self.group is not None and dist.get_backend(self.group) == "gloo"
+        if self.group is None:
+            return False
+        backend = dist.get_backend(self.group)  # undefined: one for each type of device, gloo for CPUs
+        return backend == "gloo" or (
+            self.device.type == "cpu" and ("gloo" in backend or backend == "undefined")
+        )
 
 
 class Mesh:
@@ -212,7 +227,8 @@ class Mesh:
         group = None
         if len(members) > 1:
             group = new_group(axis.name, members, parent, self.device, self.timeout, f"part of {axis.name}")
-        return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
+        rank, device = members.index(self.rank), self.device
+        return Axis(axis.name, members, rank, group, device, axis.sent, axis.calls, axis.trace)
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0, trace: Any = None) -> Mesh:
@@ -225,10 +241,11 @@ class Mesh:
         rank = dist.get_rank() if layout.world > 1 else 0
         everyone = dist.group.WORLD if layout.world > 1 else None
         tree = _make_tree(rank, layout.world, limit) if layout.world > 1 else None
-        axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace, tree=tree)}
+        world = tuple(range(layout.world))
+        axes = {"world": Axis("world", world, rank, everyone, device, trace=trace, tree=tree)}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
-            axes[name] = Axis(name, ranks, ranks.index(rank), trace=trace)
+            axes[name] = Axis(name, ranks, ranks.index(rank), device=device, trace=trace)
         mesh = cls(layout, rank, device, axes, limit)
         # From large to small, since a small group is split off the smallest that contains it.
         mesh.gradient_axis()
@@ -236,7 +253,7 @@ class Mesh:
             if axes[name].size > 1:
                 axes[name].group = mesh._group(axes[name], mesh._smallest_around((name,)), name)
         pipeline = mesh.pipeline
-        if device.type == "cuda" and pipeline.size > 1 and "nccl" in dist.get_backend(pipeline.group):
+        if pipeline.size > 1 and not pipeline.on_host:
             pipeline.to_next = mesh._group(pipeline, pipeline.group, "pipeline, to the next rank")
             pipeline.to_previous = mesh._group(pipeline, pipeline.group, "pipeline, to the previous rank")
         return mesh

@@ -60,8 +60,8 @@ NEEDED = (
     "yaml",
     "pytest",
 )
-LINES = 15
-"""Of a failed step's stderr."""
+LINES = 30
+"""Of the stderr of a step that has not finished."""
 
 
 class Report:
@@ -75,8 +75,9 @@ class Report:
     def __init__(self, directory: Path, pretend: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.pretend = directory, pretend
-        self._facts = facts() | {"gpu": gpu_facts(), "pretend": pretend}
+        self._facts = facts() | gpu_facts() | {"pretend": pretend}
         self._seen: object = None
+        self.errors: Path | None = None  # of the step that runs
 
     def file(self, name: str) -> Path:
         """A step's."""
@@ -94,6 +95,9 @@ class Report:
             return
         self._seen = times
         steps = {name: read_json(self.file(name)) for name in times}
+        for step in steps.values():
+            if step["state"] == "running" and self.errors is not None:
+                step["stderr"] = last_lines(self.errors)
         write_json(self.directory / "report.json", self._facts | {"steps": steps})
         write_text(self.directory / "report.md", "\n".join(self._page(steps)) + "\n")
 
@@ -109,9 +113,14 @@ class Report:
         return lines
 
 
-def run_step(name: str, report: Report, seconds: float, packages: list[str]) -> None:
-    """One step in a process of its own, for so many seconds at most."""
-    file, errors = report.file(name), report.directory / f"{name}.log"
+def last_lines(file: Path) -> list[str]:
+    """Of what a step has printed."""
+    return file.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
+
+
+def run_step(name: str, report: Report, seconds: float, packages: list[str], errors: Path) -> None:
+    """One step in a process of its own, for so many seconds at most; what it prints goes to ``errors``."""
+    file, report.errors = report.file(name), errors
     file.unlink(missing_ok=True)
     paths = [*packages, HERE.parent / "src", HERE.parent, HERE, os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if str(path))}
@@ -134,7 +143,7 @@ def run_step(name: str, report: Report, seconds: float, packages: list[str]) -> 
     document = read_json(file) or {"pretend": report.pretend, "seconds": 0.0, "figures": {}, "reasons": {}}
     if document.get("state") != "finished":
         document["state"] = "out of time" if late else "failed"
-        document["stderr"] = errors.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
+        document["stderr"] = last_lines(errors)
         write_json(file, document)
     print(f"gpu_report: {name}: {document['state']}", flush=True)
     report.write()
@@ -171,8 +180,8 @@ def main() -> None:
     if not options.pretend and not torch.cuda.is_available():
         print("gpu_report: no GPU is visible; nothing to run")
         return
-    with tempfile.TemporaryDirectory(prefix="hexad-wheels-") as where:
-        packages = install(options.wheels, where) if options.wheels else []
+    with tempfile.TemporaryDirectory(prefix="hexad-gpu-report-") as where:
+        packages = install(options.wheels, f"{where}/packages") if options.wheels else []
         missing = [name for name in NEEDED if find_spec(name) is None]
         if missing:
             print(f"gpu_report: missing packages: {', '.join(missing)}; give them with --wheels DIR")
@@ -182,7 +191,7 @@ def main() -> None:
         left = [name for name in chosen if not (options.resume and report.finished(name))]
         for place, name in enumerate(left):
             part = STEPS[name] / sum(STEPS[later] for later in left[place:])
-            run_step(name, report, (end - time.monotonic()) * part, packages)
+            run_step(name, report, (end - time.monotonic()) * part, packages, Path(where, f"{name}.log"))
         report.write()
     unfinished = [name for name in chosen if not report.finished(name)]
     print(f"gpu_report: wrote {report.directory / 'report.md'}")

@@ -46,6 +46,19 @@ def test_a_step_that_takes_too_long_is_reported(tmp_path: Path) -> None:
     assert "not finished: ceilings" in done.stdout
 
 
+def test_a_step_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_report
+
+    report = gpu_report.Report(tmp_path, True)
+    monkeypatch.setitem(gpu_report.STEPS, "missing", 1)
+    gpu_report.run_step("missing", report, 30.0, [], tmp_path / "log")
+    step = _steps(tmp_path)["missing"]
+    assert step["state"] == "failed" and "gpu.missing" in step["error"]
+    assert any("ModuleNotFoundError" in line for line in step["stderr"])
+    assert not report.finished("missing")
+
+
 def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
     import torch
 

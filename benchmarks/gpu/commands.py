@@ -20,15 +20,19 @@ from .record import Record
 ROOT = Path(__file__).resolve().parents[2]
 
 
+TESTS = 0.5
+"""Of the time: for the tests, at most."""
+
+
 def run(record: Record) -> None:
-    """The commands first, which take a known time; then the tests.
+    """The tests, and then the commands.
 
     Raises:
         RuntimeError: what failed, after all else has been run.
     """
     with tempfile.TemporaryDirectory(prefix="hexad-gpu-") as name:
-        failed = _commands(record, Path(name))
-        failed += _tests(record, Path(name) / "outcomes")
+        failed = _tests(record, Path(name) / "outcomes")
+        failed += _commands(record, Path(name))
     if failed:
         raise RuntimeError(f"failed: {', '.join(failed)}")
 
@@ -38,10 +42,11 @@ def _tests(record: Record, file: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "gpu.outcomes"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"HEXAD_OUTCOMES": str(file)})
+    until = record.left() * (1 - TESTS)
     while process.poll() is None:
         time.sleep(0.5)
         _count(record, file)
-        if record.left() < 3:
+        if record.left() < until:
             process.kill()
             record.put("tests_cut_off", "the time was up; what is listed had ended")
             break
@@ -72,7 +77,7 @@ class Run:
     """
 
     def __init__(self, directory: Path, record: Record) -> None:
-        self.directory, self.pretend = directory, record.pretend
+        self.directory, self.pretend, self._record = directory, record.pretend, record
         text = directory / "text.txt"
         text.write_text("\n".join(f"line {n}: the square of {n} is {n * n}" for n in range(3000)))
         self.hexad("data", "build", "--input", str(text), "--output", self._data, "--tokenizer", "byte")
@@ -99,7 +104,8 @@ class Run:
             RuntimeError: it fails.
         """
         command = [sys.executable, "-m", "hexad.cli.main", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        limit = max(1.0, self._record.left() - 2)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
         if done.returncode:
             said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
             raise RuntimeError(f"hexad {arguments[0]}: {said}")
@@ -170,7 +176,8 @@ def _commands(record: Record, directory: Path) -> list[str]:
         from hexad.topology.cluster import has_fp8
 
         if record.pretend or not has_fp8(torch.device("cuda", 0)):
-            return record.absent("fp8", "the device has no fp8 units")
+            record.absent("fp8", "the device has no fp8 units")
+            return None
         return {"losses": run.train("eight", "precision.dtype=fp8", "run.steps=6")}
 
     def generated() -> dict[str, Any]:

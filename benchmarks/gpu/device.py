@@ -82,7 +82,8 @@ def _wall(action: Callable[[], Any]) -> float:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Name, memory, driver and clocks of the GPUs, and the libraries of this PyTorch."""
+    """Name, memory, driver and clocks of the GPUs, and the libraries of this PyTorch; nothing that would take
+    memory of a GPU."""
     query = "name,memory.total,driver_version,clocks.sm,clocks.max.sm,power.limit,temperature.gpu"
     try:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -90,14 +91,7 @@ def gpu_facts() -> dict[str, Any]:
     except (OSError, subprocess.TimeoutExpired) as error:
         said = f"nvidia-smi: {error}"
     known: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    if torch.cuda.is_available():
-        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
-        known |= {
-            "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
-            "capability": list(torch.cuda.get_device_capability(0)),
-            "gib": torch.cuda.get_device_properties(0).total_memory / 2**30,
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": nccl and list(nccl) if isinstance(nccl, tuple) else nccl,
-            "nvidia_smi": said.splitlines(),
-        }
+    if torch.version.cuda is not None:
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+        known |= {"cudnn": torch.backends.cudnn.version(), "nccl": ".".join(map(str, nccl)), query: said}
     return known

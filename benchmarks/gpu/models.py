@@ -129,6 +129,7 @@ def _measure(
         _replace(record, "steps", row | {"why_not": str(error).splitlines()[0]})
         fits = False
     gc.collect()  # an engine refers to itself
+    torch.compiler.reset()  # the next one's functions would be compiled for any size
     if not bench.pretend:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)

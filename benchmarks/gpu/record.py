@@ -108,8 +108,10 @@ def tables(record: dict[str, Any]) -> list[str]:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if value in (None, [], {}):
+        return "none"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_cell(entry)}" for key, entry in value.items())
     if isinstance(value, list):
         return ", ".join(map(_cell, value))
-    return "none" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NAME = "staged"
 CYCLES = (0, 10_000, 100_000, 1_000_000)
 """Of delays on a GPU, some 0.5 ms at most."""
 SECONDS = (0.0, 0.0, 2e-4, 1e-3)
@@ -47,7 +48,7 @@ class Staged(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """The name it is registered by."""
-        return "staged"
+        return NAME
 
     def _start(
         self, line: Hashable, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: Exchange
@@ -253,4 +254,4 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Stag
     return Staged(store, rank, size, timeout)
 
 
-dist.Backend.register_backend("staged", _create, devices=["cpu", "cuda"])
+dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])

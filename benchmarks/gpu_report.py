@@ -107,7 +107,6 @@ class Report:
         lines += [f"- {key}: {value}" for key, value in self._facts.items()]
         for name, step in steps.items():
             lines += ["", f"## {name}: {step['state']}, {step['seconds']:.0f} s"]
-            lines += [f"- error: {step['error']}"] if "error" in step else []
             lines += ["", *tables(step)]
             lines += ["", "```", *step["stderr"], "```"] if step.get("stderr") else []
         return lines
@@ -135,18 +134,23 @@ def run_step(name: str, report: Report, seconds: float, packages: list[str], err
             while process.poll() is None and time.monotonic() < end:
                 time.sleep(0.2)
                 report.write()
-        finally:
+        finally:  # also where this process is asked to end
             late = process.poll() is None
             # All that the step has started: ranks, commands, tests.
             _kill_group(process.pid)
             process.wait()
-    document = read_json(file) or {"pretend": report.pretend, "seconds": 0.0, "figures": {}, "reasons": {}}
+            state = _conclude(file, "out of time" if late else "failed", last_lines(errors), report)
+            print(f"gpu_report: {name}: {state}", flush=True)
+
+
+def _conclude(file: Path, otherwise: str, printed: list[str], report: Report) -> str:
+    """The state that a step has ended in: ``otherwise`` if it has not finished, with what it printed."""
+    document = read_json(file) or {"pretend": report.pretend, "seconds": 0.0, "figures": {}}
     if document.get("state") != "finished":
-        document["state"] = "out of time" if late else "failed"
-        document["stderr"] = last_lines(errors)
+        document |= {"state": otherwise, "stderr": printed}
         write_json(file, document)
-    print(f"gpu_report: {name}: {document['state']}", flush=True)
     report.write()
+    return str(document["state"])
 
 
 def _kill_group(leader: int) -> None:
@@ -177,6 +181,7 @@ def main() -> None:
     parser.add_argument("--pretend", action="store_true", help="on a CPU, at toy sizes")
     options = parser.parse_args()
     end = time.monotonic() + options.budget
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the step that runs is ended too
     if not options.pretend and not torch.cuda.is_available():
         print("gpu_report: no GPU is visible; nothing to run")
         return

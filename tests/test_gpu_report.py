@@ -54,7 +54,7 @@ def test_a_step_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(gpu_report.STEPS, "missing", 1)
     gpu_report.run_step("missing", report, 30.0, [], tmp_path / "log")
     step = _steps(tmp_path)["missing"]
-    assert step["state"] == "failed" and "gpu.missing" in step["error"]
+    assert step["state"] == "failed" and "gpu.missing" in step["errors"]["missing"]
     assert any("ModuleNotFoundError" in line for line in step["stderr"])
     assert not report.finished("missing")
 
@@ -68,6 +68,20 @@ def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stdout == "gpu_report: no GPU is visible; nothing to run\n"
     assert not (tmp_path / "nothing").exists()
+
+
+def test_what_is_asked_to_end_leaves_a_report_and_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(_command(tmp_path, "--pretend", "--steps", "6"), stdout=subprocess.PIPE)
+    while not (tmp_path / "commands.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if children.exists():
+        (child,) = children.read_text().split()
+    process.terminate()
+    assert process.wait() == 143
+    assert _steps(tmp_path)["commands"]["state"] == "out of time"
+    assert not children.exists() or not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """One step in a process of its own: ``python -m gpu NAME FILE SECONDS PARENT [pretend]``."""
 
 import sys
-import traceback
 from importlib import import_module
 from pathlib import Path
 
@@ -12,16 +11,12 @@ def main() -> None:
     """Run the step; its figures are in the file at any time."""
     name, file, seconds, parent, *rest = sys.argv[1:]
     record = Record(Path(file), float(seconds), rest == ["pretend"])
-    try:
+    with record.attempt(name):
         from hexad.launching.environment import end_with
 
         end_with(int(parent))
         import_module(f".{name}", __package__).run(record)
-    except BaseException as error:
-        traceback.print_exc()
-        record.end("failed", error=f"{type(error).__name__}: {error}"[:2000])
-        raise SystemExit(1) from error
-    record.end("finished")
+    raise SystemExit(record.end() != "finished")
 
 
 if __name__ == "__main__":

@@ -31,13 +31,16 @@ HEADS = {"1B": (32, 8, 64), "8B": (32, 8, 128)}
 def run(record: Record) -> None:
     """In the order of what is wanted first."""
     bench = Bench.of(record.pretend)
-    _first_step(record, bench)
-    _copies(record, bench)
+    with record.attempt("first steps"):
+        _first_step(record, bench)
+    with record.attempt("copies"):
+        _copies(record, bench)
     for name, settings in {"toy": TOY}.items() if bench.pretend else MODELS.items():
         for tensor in (1, 2) if bench.pretend else DEGREES:
             for parameter, shape in products(settings, tensor).items():
                 row = {"model": name, "tensor": tensor, "weight": parameter}
-                record.add("matrix_products", row | _product(bench, *shape))
+                with record.attempt(f"product with {parameter} of {name}, tensor {tensor}"):
+                    record.add("matrix_products", row | _product(bench, *shape))
     for name, heads in {"toy": (4, 2, 16)}.items() if bench.pretend else HEADS.items():
         for tokens in (64,) if bench.pretend else (4096, 8192):
             for kernel, action in _kernels(bench, *heads, tokens):

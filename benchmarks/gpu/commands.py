@@ -25,20 +25,15 @@ TESTS = 0.5
 
 
 def run(record: Record) -> None:
-    """The tests, and then the commands.
-
-    Raises:
-        RuntimeError: what failed, after all else has been run.
-    """
+    """The tests, and then the commands."""
     with tempfile.TemporaryDirectory(prefix="hexad-gpu-") as name:
-        failed = _tests(record, Path(name) / "outcomes")
-        failed += _commands(record, Path(name))
-    if failed:
-        raise RuntimeError(f"failed: {', '.join(failed)}")
+        _tests(record, Path(name) / "outcomes")
+        with record.attempt("commands"):
+            _commands(record, Path(name))
 
 
-def _tests(record: Record, file: Path) -> list[str]:
-    """The outcome of every test, as far as they come; returns what failed."""
+def _tests(record: Record, file: Path) -> None:
+    """The outcome of every test, as far as they come."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "gpu.outcomes"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"HEXAD_OUTCOMES": str(file)})
@@ -48,12 +43,12 @@ def _tests(record: Record, file: Path) -> list[str]:
         _count(record, file)
         if record.left() < until:
             process.kill()
-            record.put("tests_cut_off", "the time was up; what is listed had ended")
+            record.failed("tests", "the time was up; those that are listed had ended")
             break
     process.wait()
     _count(record, file)
-    record.put("tests_status", process.returncode)
-    return [] if process.returncode == 0 else ["tests"]
+    if process.returncode > 0:
+        record.failed("tests", f"pytest's exit status is {process.returncode}")
 
 
 def _count(record: Record, file: Path) -> None:
@@ -144,8 +139,8 @@ class Run:
         return ["train", str(path), *overrides]
 
 
-def _commands(record: Record, directory: Path) -> list[str]:
-    """Each is tried, whatever the others have done; returns those that failed."""
+def _commands(record: Record, directory: Path) -> None:
+    """Each is tried, whatever the others have done."""
     run = Run(directory, record)
 
     def resumed() -> dict[str, Any]:
@@ -184,15 +179,10 @@ def _commands(record: Record, directory: Path) -> list[str]:
         text = run.hexad("generate", str(directory / "alone"), "--prompt", "line 7: the", "--tokens", "24")
         return {"text": text.strip()[:200]}
 
-    failed = []
     for name, action in (("kill_and_resume", resumed), ("deterministic", twice), ("fp8", eight_bits),
                          ("generation", generated)):  # fmt: skip
         begin = time.monotonic()
-        try:
+        with record.attempt(name):
             figures = action()
-        except Exception as error:
-            figures = {"error": f"{type(error).__name__}: {error}"[:1000]}
-            failed.append(name)
-        if figures is not None:
-            record.put(name, figures | {"seconds": time.monotonic() - begin})
-    return failed
+            if figures is not None:
+                record.put(name, figures | {"seconds": time.monotonic() - begin})

@@ -51,7 +51,8 @@ def run(record: Record) -> None:
     for name, settings in models.items():
         config, micro = _fitting(settings, modes[0], bench)
         _measure(record, bench, name, config, f"hexad, {modes[0]}", _hexad)
-        _predicted(record, bench, name, config, micro)
+        with record.attempt(f"roofline of {name}"):
+            _predicted(record, bench, name, config, micro)
         while not _measure(record, bench, name, config, "plain PyTorch, compiled", _plain) and micro > 1:
             micro //= 2  # it has no plan that says what fits
             config = _config(settings, micro, modes[0], bench)
@@ -118,16 +119,19 @@ def _measure(
     if make is _hexad:
         row["predicted_gib"] = predict(resolve(config, Layout(world=1)), 0).total / 2**30
     fits = True
-    try:
-        for update in _figures(bench, config, make):
-            row |= update
-            kernels = row.pop("kernels", [])
-            _replace(record, "steps", row)
-        for kernel in kernels:
-            record.add("kernels", {"model": name, "program": program, **kernel})
-    except torch.OutOfMemoryError as error:
-        _replace(record, "steps", row | {"why_not": str(error).splitlines()[0]})
-        fits = False
+    with record.attempt(f"{program} of {name}"):
+        try:
+            for update in _figures(bench, config, make):
+                row |= update
+                kernels = row.pop("kernels", [])
+                _replace(record, "steps", row)
+            for kernel in kernels:
+                record.add("kernels", {"model": name, "program": program, **kernel})
+        except torch.OutOfMemoryError as error:
+            _replace(record, "steps", row | {"why_not": str(error).splitlines()[0]})
+            if make is _hexad:  # whose plan said that it fits
+                raise
+            fits = False
     gc.collect()  # an engine refers to itself
     torch.compiler.reset()  # the next one's functions would be compiled for any size
     if not bench.pretend:

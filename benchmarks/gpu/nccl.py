@@ -46,11 +46,7 @@ class Alone(Axis):
 
 
 def run(record: Record) -> None:
-    """Groups first, then calls over each.
-
-    Raises:
-        RuntimeError: calls that failed or gave wrong numbers, after all have been made.
-    """
+    """Groups first, then calls over each."""
     bench = Bench.of(record.pretend)
     if bench.pretend:
         record.absent("split_group", "gloo has no communicators that could be split")
@@ -66,18 +62,17 @@ def run(record: Record) -> None:
     record.put("default_group_seconds", time.perf_counter() - begin)
     groups = _groups(record, bench)
     axes = {kind: Alone(kind.split(",")[0], (0,), 0, group) for kind, group in groups.items()}
-    failed = [name for kind, axis in axes.items() for name in _calls(record, bench, kind, _kinds(axis))]
+    for kind, axis in axes.items():
+        _calls(record, bench, kind, _kinds(axis))
     record.absent("send, receive", "a message needs two ranks, unless it is one batch with its receipt")
     if bench.pretend:
         record.absent("exchange", "gloo connects no rank with itself")
     else:  # the last, as a message that nobody receives would hang
         for kind, axis in axes.items():
-            failed += _calls(record, bench, kind, _exchange(axis))
+            _calls(record, bench, kind, _exchange(axis))
     begin = time.perf_counter()
     dist.destroy_process_group()
     record.put("destroy_seconds", time.perf_counter() - begin)
-    if failed:
-        raise RuntimeError(f"failed: {', '.join(failed)}")
 
 
 def _groups(record: Record, bench: Bench) -> dict[str, Any]:
@@ -96,33 +91,24 @@ def _groups(record: Record, bench: Bench) -> dict[str, Any]:
         makers["world, split_group"] = split
     for kind, make in makers.items():
         begin = time.perf_counter()
-        row: dict[str, Any] = {"group": kind}
-        try:
+        with record.attempt(f"group {kind}"):
             groups[kind] = make()
-        except Exception as error:
-            row["error"] = str(error)[:300]
-        record.add("groups", row | {"seconds": time.perf_counter() - begin})
+            record.add("groups", {"group": kind, "seconds": time.perf_counter() - begin})
     return groups
 
 
 def _calls(
     record: Record, bench: Bench, kind: str, calls: dict[str, Callable[[torch.Tensor], Pending]]
-) -> list[str]:
-    """Every call twice, the first of which connects; returns those that fail."""
+) -> None:
+    """Every call twice, the first of which connects."""
     count = 1000 if bench.pretend else 2**22
-    failed = []
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int64):
         for name, call in calls.items():
             values = torch.arange(count, device=bench.device).remainder(199).to(dtype).view(-1, 8)
             row = {"group": kind, "call": name, "dtype": str(dtype).removeprefix("torch.")}
-            try:
+            with record.attempt(f"{name} of {row['dtype']} over {kind}"):
                 row |= _timed(bench, call, values, first=True) | _timed(bench, call, values, first=False)
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {error}"[:300]
-            if "error" in row:
-                failed.append(f"{name} of {row['dtype']} over {kind}")
-            record.add("calls", row)
-    return failed
+                record.add("calls", row)
 
 
 def _kinds(axis: Axis) -> dict[str, Callable[[torch.Tensor], Pending]]:
@@ -151,8 +137,12 @@ def _exchange(axis: Axis) -> dict[str, Callable[[torch.Tensor], Pending]]:
 def _timed(
     bench: Bench, call: Callable[[torch.Tensor], Pending], values: torch.Tensor, first: bool
 ) -> dict[str, Any]:
-    """Microseconds of the host until the call returns, and until the result is there; whether the result is
-    right, and torch's ``Work`` says so."""
+    """Microseconds of the host until the call returns, and until the result is there; whether torch's
+    ``Work`` says so.
+
+    Raises:
+        RuntimeError: the result is wrong.
+    """
     given = values.clone()
     bench.synchronize()
     begin = time.perf_counter()
@@ -165,7 +155,7 @@ def _timed(
     name = "first_" if first else ""
     row: dict[str, Any] = {f"{name}host_us": 1e6 * host, f"{name}done_us": 1e6 * whole}
     if not torch.equal(result, values):
-        row["error"] = "the result is not what one rank has"
+        raise RuntimeError("the result is not what one rank has")
     with suppress(AttributeError):  # a broadcast has been waited for
         row["completed"] = _becomes_true(work.is_completed)
     return row

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,15 @@ class Record:
 
     Attributes:
         document: what the file holds: ``state`` (``running``, ``finished``, ``failed``, ``out of time``),
-            ``pretend``, ``seconds``, ``figures``, and ``reasons`` for figures that are null.
+            ``pretend``, ``seconds``, ``figures``, ``reasons`` for figures that are null, and ``errors``: of
+            parts that failed.
     """
 
     def __init__(self, path: Path, seconds: float, pretend: bool) -> None:
         self.path, self.pretend = path, pretend
         self._begin, self._limit = time.monotonic(), seconds
         self.document: dict[str, Any] = {"state": "running", "pretend": pretend, "limit_seconds": seconds}
-        self.document |= {"seconds": 0.0, "figures": {}, "reasons": {}}
+        self.document |= {"seconds": 0.0, "figures": {}, "reasons": {}, "errors": {}}
         self._write()
 
     def left(self) -> float:
@@ -70,10 +73,25 @@ class Record:
         self.document["reasons"][name] = why
         self._write()
 
-    def end(self, state: str, **more: Any) -> None:
-        """The step is over."""
-        self.document |= {"state": state, **more}
+    def failed(self, part: str, why: str) -> None:
+        """A part of the step has failed; the step will have, too."""
+        self.document["errors"][part] = why[-1500:]
         self._write()
+
+    @contextmanager
+    def attempt(self, part: str) -> Iterator[None]:
+        """Around a part of the step, whose failure does not keep the others from being tried."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed(part, f"{type(error).__name__}: {error}")
+
+    def end(self) -> str:
+        """The step is over; returns the state it is left in."""
+        self.document["state"] = "failed" if self.document["errors"] else "finished"
+        self._write()
+        return str(self.document["state"])
 
     def _write(self) -> None:
         self.document["seconds"] = round(time.monotonic() - self._begin, 2)
@@ -82,7 +100,8 @@ class Record:
 
 def tables(record: dict[str, Any]) -> list[str]:
     """The figures of a step as Markdown: a table per list of rows, a list of the others."""
-    lines: list[str] = []
+    errors = record.get("errors", {})
+    lines = [f"- **failed: {part}**: {' / '.join(why.splitlines()[-4:])}" for part, why in errors.items()]
     for name, value in record.get("figures", {}).items():
         title = name.replace("_", " ")
         if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):

@@ -242,12 +242,12 @@ def _spoil(call: _Call) -> None:
     inputs = {tensor.untyped_storage().data_ptr() for tensor in call.inputs}
     for output in call.outputs:
         if output.is_floating_point() and output.untyped_storage().data_ptr() not in inputs:
-            output.detach().fill_(torch.nan)
+            output.data.fill_(torch.nan)
 
 
 def _copy(outputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
     for output, result in zip(outputs, results, strict=True):
-        output.detach().copy_(result, non_blocking=True)
+        output.data.copy_(result, non_blocking=True)  # unseen by autograd, as what NCCL writes
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Staged:

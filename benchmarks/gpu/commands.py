@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -112,14 +111,20 @@ class Run:
         return self.losses(name)
 
     def killed(self, name: str, after: int, *overrides: str) -> tuple[int, int]:
-        """Kill a run with all its processes after a step; returns the last step and that of its newest
-        checkpoint."""
+        """Kill a run, which is one process, after a step; returns the last step and that of its newest
+        checkpoint.
+
+        Raises:
+            RuntimeError: it ended before.
+        """
         command = [sys.executable, "-m", "hexad.cli.main", *self._arguments(name, overrides)]
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command)
         end = time.monotonic() + 120
         while len(self.losses(name)) < after and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is not None:
+            raise RuntimeError(f"the run ended by itself, with exit status {process.returncode}")
+        process.kill()
         process.wait()
         saved = [int(path.name[5:]) for path in (self.directory / name).glob("checkpoints/step-*")]
         return len(self.losses(name)), max(saved, default=0)

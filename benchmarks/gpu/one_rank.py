@@ -161,15 +161,15 @@ class Alone(dist.ProcessGroup):
 
     def _done(self, target: Tensor | None = None, source: Tensor | None = None) -> _Done:
         """Copy, if there is something to copy, behind what the current stream has been given."""
-        if target is None or source is None or target.data_ptr() == source.data_ptr():
+        if target is None or source is None:
             return _Done(None)
         if target.device.type == "cpu":
-            target.copy_(source)
+            target.data.copy_(source)
             return _Done(None)
         self._stream = self._stream or torch.cuda.Stream(target.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            target.copy_(source)
+            target.data.copy_(source)
             return _Done(self._stream.record_event(), (target, source))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
@@ -187,7 +187,8 @@ class Alone(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
         """As if the others had zeros."""
-        return self._done(output.view(-1), given.view(self._size, -1)[self._place])
+        part = given.view(self._size, -1)[self._place]
+        return self._done(None if part.data_ptr() == output.data_ptr() else output.view(-1), part)
 
     def all_to_all_single(
         self, output: Tensor, given: Tensor, receive: Sequence[int], send: Sequence[int], opts: Any = None

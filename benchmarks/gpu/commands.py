@@ -149,14 +149,15 @@ def _commands(record: Record, directory: Path) -> None:
     run = Run(directory, record)
 
     def resumed() -> dict[str, Any]:
-        whole = run.train("alone", "run.deterministic=true")
         # More steps than it makes, so that the kill finds it at work.
         many = ("run.deterministic=true", "run.steps=100000")
         last, saved = run.killed("killed", 6, *many)
-        losses = run.train("killed", "run.deterministic=true", f"run.steps={max(last, saved) + 4}")
-        same = min(len(whole), len(losses))
-        if losses[:same] != whole[:same]:
-            raise RuntimeError(f"losses after resuming {losses[:same]}, uninterrupted {whole[:same]}")
+        losses, whole = (
+            run.train(name, "run.deterministic=true", f"run.steps={max(last, saved) + 4}")
+            for name in ("killed", "alone")
+        )
+        if losses != whole:
+            raise RuntimeError(f"losses with a kill {losses}, without {whole}")
         return {
             "killed_after_step": last,
             "newest_checkpoint": saved,

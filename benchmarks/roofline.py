@@ -1,17 +1,19 @@
 """What a layer and the output head cost on a GPU at best: operators, bytes, launches, a bound on MFU.
 
-    python benchmarks/roofline.py [--models llama3.2-1b llama3-8b] [--tensor 1 8] [--operators] [--json FILE]
+    python benchmarks/roofline.py [--models llama3.2-1b llama3-8b] [--tensor 1 8] [--gpu h100] [--operators]
+                                  [--json FILE]
 
 The model's own code runs forward and backward on ``meta`` tensors, in bf16, through the branch that a GPU
 takes. Every operator counts its matrix FLOPs and the bytes of its inputs and outputs; a function that is
 compiled (``run.compile: pointwise``) counts its inputs and outputs once, those with sums over tokens twice;
 so do PyTorch's fused norms, and attention counts as FlashAttention does. An operator takes the longest of
-FLOPs over the peak, bytes over the bandwidth, and the time of a launch: an H100 SXM's 989 TFLOP/s and 3.35
-TB/s, and 4 us. ``before`` is the same without compiled functions, with weight gradients through a 16-bit
-temporary and 1,024 rows per slice of the loss. Collectives are listed apart, at 450 GB/s.
+FLOPs and bytes at the rates that were measured on the GPU (:class:`hexad.topology.devices.Attainable`: an
+H100's 798 TFLOP/s in matrix products, 519 in attention, 3.0 TB/s), and 4 us per launch. ``before`` is the
+same without compiled functions, with weight gradients through a 16-bit temporary and 1,024 rows per slice of
+the loss. Collectives are listed apart, at 450 GB/s.
 
-MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token`; the embedding and the optimizer
-are left out, as is everything that a real GPU does less well.
+MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token` and refers to the published peak
+(989 TFLOP/s). The embedding and the optimizer are left out, as is what smaller products do less well.
 """
 
 from __future__ import annotations
@@ -27,24 +29,28 @@ from typing import Any
 from unittest import mock
 
 import torch
+from facts import facts
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hexad import load_config
 from hexad.comm import collectives
+from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels, ops, residual
 from hexad.model.transformer import Transformer, build_stages
 from hexad.parallel import contributions, pointwise
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.parallel.tensor import loss
 from hexad.planning.costs import flops_per_token
+from hexad.topology.devices import Attainable, named_gpus
 from hexad.topology.mesh import Axis
 
-FLOPS, BANDWIDTH, LINK, LAUNCH = 989e12, 3.35e12, 450e9, 4e-6
+LINK, LAUNCH = 450e9, 4e-6
 _TWICE = {ops.rms_backward, residual._add_norm_backward, loss._statistics}
 """Compiled functions that read their inputs in two kernels: sums over tokens or columns beside others."""
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+ATTENTION = {"attention forward", "attention backward"}
 _FREE = {"empty", "empty_like", "new_empty", "detach"}
 
 
@@ -53,10 +59,12 @@ class Cost:
     """Of a run, by operator.
 
     Attributes:
+        rates: of the GPU.
         seconds, flops, nbytes, launches: by operator.
         sent: seconds of collectives, at the link's rate.
     """
 
+    rates: Attainable
     seconds: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
     nbytes: Counter[str] = field(default_factory=Counter)
@@ -65,14 +73,15 @@ class Cost:
 
     def add(self, name: str, flops: float, nbytes: float, launches: int = 1) -> None:
         """An operator."""
-        self.seconds[name] += max(flops / FLOPS, nbytes / BANDWIDTH, launches * LAUNCH)
+        rate = self.rates.attention if name in ATTENTION else self.rates.products
+        self.seconds[name] += max(flops / rate, nbytes / self.rates.copies, launches * LAUNCH)
         self.flops[name] += flops
         self.nbytes[name] += nbytes
         self.launches[name] += launches
 
     def minus(self, other: Cost) -> Cost:
         """What this run did more."""
-        difference = Cost(*map(Counter, self._counts), sent=self.sent - other.sent)
+        difference = Cost(self.rates, *map(Counter, self._counts), sent=self.sent - other.sent)
         for mine, theirs in zip(difference._counts, other._counts):
             mine.subtract(theirs)
         return difference
@@ -86,6 +95,12 @@ class Cost:
         """Seconds, collectives left out."""
         return sum(self.seconds.values())
 
+    def by_kind(self) -> dict[str, float]:
+        """Seconds of matrix products, of attention, and of the rest."""
+        kinds = {"products": PRODUCTS, "attention": ATTENTION}
+        known = {kind: sum(self.seconds[name] for name in names) for kind, names in kinds.items()}
+        return known | {"others": self.total - sum(known.values())}
+
 
 def _size(*values: Any) -> int:
     return sum(
@@ -96,9 +111,9 @@ def _size(*values: Any) -> int:
 class Counting(TorchDispatchMode):
     """Counts every operator that is not inside a group; a group counts as one."""
 
-    def __init__(self) -> None:
+    def __init__(self, rates: Attainable) -> None:
         super().__init__()
-        self.cost = Cost()
+        self.cost = Cost(rates)
         self._inside = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +125,7 @@ class Counting(TorchDispatchMode):
             and not name.startswith(("empty", "detach", "new_empty"))
         ):
             flops = 0.0
-            if name in _PRODUCTS:
+            if name in PRODUCTS:
                 left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
                 flops = 2.0 * left.numel() * right.shape[-1]
             self.cost.add(name, flops, _size(args, kwargs, result) - _out(kwargs))
@@ -169,10 +184,10 @@ class _Accumulator:
 
 
 @contextmanager
-def counted(after: bool) -> Iterator[Counting]:
+def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
     """Everything inside is counted, as it is now or as it was before."""
     contributions.widening_products(torch.device("meta"))  # which is tried once
-    counting = Counting()
+    counting = Counting(rates)
     attention = _attention(counting)
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,17 +217,18 @@ def counted(after: bool) -> Iterator[Counting]:
             yield counting
 
 
-def run(preset: str, layers: int, tokens: int, tensor: int, after: bool) -> Cost:
-    """Forward and backward of a model of so many layers."""
-    model = load_config({"model": {"preset": preset, "layers": layers}, "data": {"sequence": tokens}}).model
+def run(
+    model: ModelSettings, tokens: int, tensor: int, after: bool, rates: Attainable, sequences: int = 1
+) -> Cost:
+    """Forward and backward of a model, of so many sequences of ``tokens``."""
     axis = Axis("tensor", tuple(range(tensor)), 0)
     meta = torch.device("meta")
     shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after)
-    (stage,) = build_stages(model, shard, [range(layers)], [0], 0).values()
+    (stage,) = build_stages(model, shard, [range(model.layers)], [0], 0).values()
     for declared in declared_parameters(stage):
         contributions.attach(declared.parameter, _Accumulator())
-    ids = torch.empty((1, tokens), dtype=torch.int64, device=meta)
-    with counted(after) as counting:
+    ids = torch.empty((sequences, tokens), dtype=torch.int64, device=meta)
+    with counted(after, rates) as counting:
         _forward_and_backward(stage, ids)
     return counting.cost
 
@@ -221,12 +237,19 @@ def _forward_and_backward(stage: Transformer, ids: torch.Tensor) -> None:
     stage.loss_sum(ids, ids, scale=1e-5).backward()
 
 
-def bound(preset: str, tokens: int, tensor: int, after: bool) -> dict[str, Any]:
+def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100") -> dict[str, Any]:
     """The bound of the whole model, from a layer and from what is left of a model of one layer."""
-    one, two = (run(preset, layers, tokens, tensor, after) for layers in (1, 2))
+    device = named_gpus()[gpu][0]
+    rates = device.attainable
+    assert rates is not None, f"{gpu}: nobody has measured what it reaches"
+
+    def model_of(**size: int) -> ModelSettings:
+        return load_config({"model": {"preset": preset, **size}, "data": {"sequence": tokens}}).model
+
+    one, two = (run(model_of(layers=layers), tokens, tensor, after, rates) for layers in (1, 2))
     block = two.minus(one)
     head = one.minus(block)
-    model = load_config({"model": {"preset": preset}}).model
+    model = model_of()
     seconds = model.layers * block.total + head.total
     sent = model.layers * block.sent + head.sent
     flops = flops_per_token(model, tokens) * tokens / tensor
@@ -237,8 +260,8 @@ def bound(preset: str, tokens: int, tensor: int, after: bool) -> dict[str, Any]:
         "block_launches": sum(block.launches.values()),
         "block_ms": block.total * 1e3,
         "head_ms": head.total * 1e3,
-        "mfu_bound": flops / seconds / FLOPS,
-        "mfu_bound_collectives_exposed": flops / (seconds + sent) / FLOPS,
+        "mfu_bound": flops / seconds / device.half,
+        "mfu_bound_collectives_exposed": flops / (seconds + sent) / device.half,
         "block_operators": {
             name: {
                 "launches": block.launches[name],
@@ -252,6 +275,19 @@ def bound(preset: str, tokens: int, tensor: int, after: bool) -> dict[str, Any]:
     }
 
 
+def _machine(gpu: str) -> str:
+    """What the figures are for."""
+    device = named_gpus()[gpu][0]
+    rates = device.attainable
+    assert rates is not None
+    figures = f"products {rates.products / 1e12:.0f}, attention {rates.attention / 1e12:.0f} TFLOP/s"
+    return (
+        f"Counted on meta tensors for an {gpu.upper()}; {rates.source}: {figures}, copies "
+        f"{rates.copies / 1e12:.1f} TB/s; assumed: {LINK / 1e9:.0f} GB/s, {LAUNCH * 1e6:.0f} us a launch; "
+        f"MFU of {device.half / 1e12:.0f} TFLOP/s"
+    )
+
+
 def main() -> None:
     """Print a table, or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -260,6 +296,8 @@ def main() -> None:
         "--tensor", nargs="+", type=int, default=[1, 8], help="degrees; with sequence above 1"
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of one sequence")
+    gpus = sorted(name for name, (gpu, _) in named_gpus().items() if gpu.attainable)
+    parser.add_argument("--gpu", choices=gpus, default="h100")
     parser.add_argument("--operators", action="store_true", help="list the operators of a layer")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
@@ -269,7 +307,7 @@ def main() -> None:
     for preset in options.models:
         for tensor in options.tensor:
             for after in (False, True):
-                least = bound(preset, options.tokens, tensor, after)
+                least = bound(preset, options.tokens, tensor, after, options.gpu)
                 costs.append(least)
                 print(
                     f"{preset:14s}{tensor:7d}{least['which']:>8s}{least['block_launches']:10d}"
@@ -282,9 +320,8 @@ def main() -> None:
                         f"{row['mb']:9.1f} MB{row['us']:9.1f} us"
                     )
     if options.json:
-        machine = "Counted on meta tensors; 989 TFLOP/s, 3.35 TB/s, 450 GB/s, 4 us a launch"
-        document = {"machine": machine, "tokens": options.tokens, "dtype": "bf16"}
-        document |= {"torch": torch.__version__, "bounds": costs}
+        document = {"command": facts()["command"], "machine": _machine(options.gpu), "dtype": "bf16"}
+        document |= {"tokens": options.tokens, "torch": torch.__version__, "bounds": costs}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

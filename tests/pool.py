@@ -1,4 +1,4 @@
-"""A pool of worker processes that form gloo worlds of any size, started once per test session.
+"""A pool of worker processes that form worlds of any size, over gloo, started once per test session.
 
 Importing torch costs seconds of CPU per process: a server imports it once, and all workers are its forks.
 After each job the garbage collector sets aside what imports have left: to visit it would take 0.1 s per job.
@@ -25,15 +25,17 @@ def _worker(pipe: Connection) -> None:
     import torch.distributed as dist
 
     while (job := pipe.recv()) is not None:
-        rank, world, store, function, arguments = job
+        rank, world, store, backend, timeout, function, arguments = job
         try:
             if store is not None and world > 1:
+                if backend == "staged":
+                    from . import staged  # noqa: F401  # registers it
                 dist.init_process_group(
-                    "gloo",
+                    backend,
                     store=dist.FileStore(store, world),
                     rank=rank,
                     world_size=world,
-                    timeout=timedelta(seconds=TIMEOUT),
+                    timeout=timedelta(seconds=timeout),
                 )
             pipe.send((True, function(*arguments)))
         except BaseException as error:
@@ -50,9 +52,15 @@ class RankError(Exception):
 
 
 class Pool:
-    """Runs a function on N ranks at once and returns every rank's result."""
+    """Runs a function on N ranks at once and returns every rank's result.
 
-    def __init__(self) -> None:
+    Args:
+        backend: of the ranks' process group: ``gloo``, or that of :mod:`tests.staged`.
+        timeout: of its collectives, seconds; ranks that have not answered after twice as long are given up.
+    """
+
+    def __init__(self, backend: str = "gloo", timeout: float = TIMEOUT) -> None:
+        self._backend, self._timeout = backend, timeout
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
@@ -60,7 +68,7 @@ class Pool:
         self._jobs = 0
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh gloo world.
+        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh world.
 
         Raises:
             RankError: with every failing rank's traceback.
@@ -86,14 +94,14 @@ class Pool:
             process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
-        for (_, pipe), job in zip(self._workers, jobs):
-            pipe.send(job)
+        for (_, pipe), (rank, _, store, function, arguments) in zip(self._workers, jobs):
+            pipe.send((rank, world, store, self._backend, self._timeout, function, arguments))
         results, failures = [], []
         for rank in range(world):
             process, pipe = self._workers[rank]
-            if not pipe.poll(2 * TIMEOUT):
+            if not pipe.poll(2 * self._timeout):
                 self.close()
-                raise RankError(f"rank {rank} of {world} did not answer within {2 * TIMEOUT:.0f} s")
+                raise RankError(f"rank {rank} of {world} did not answer within {2 * self._timeout:.0f} s")
             good, value = pipe.recv()
             results.append(value)
             if not good:

@@ -15,7 +15,7 @@ from hexad.parallel.contributions import WeightGradient, widening_products
 from hexad.parallel.tensor import fp8
 from hexad.topology.cluster import has_fp8
 
-from ..parallel.test_context import TILES
+from ..parallel.tiles import TILES
 from ..small import microbatch_of, random_tokens
 
 pytestmark = [

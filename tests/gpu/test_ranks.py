@@ -1,7 +1,6 @@
 """Two ranks on GPUs give one rank's losses; skipped without a GPU.
 
-With two GPUs every layout, over NCCL. With one GPU both ranks share it, over gloo, which knows all-reduces of
-GPU tensors but not much else: layouts that need nothing else.
+With two GPUs over NCCL. With one GPU both ranks share it, over :mod:`tests.staged`.
 """
 
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from hexad import Engine, Layout, Mesh, load_config
 from hexad.topology.mesh import new_group
 
+from .. import staged
 from ..pool import TIMEOUT, Pool
 from ..small import microbatches
 
@@ -36,24 +36,23 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline zb_h1": {"pipeline": 2, "schedule": "zb_h1"},
     "pipeline zb_v": {"pipeline": 2, "schedule": "zb_v", "virtual_stages": 2},
 }
-_ONE_GPU = ("data", "tensor")
 
 
 def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[float]:
-    """Of a few steps on this rank; the pool's own group is replaced by NCCL's where each rank has a GPU."""
+    """Of a few steps on this rank; the pool's own group is replaced."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
-    if world > 1 and gpus > 1:
+    if world > 1:
         dist.destroy_process_group()
         dist.init_process_group(
-            "nccl",
+            "nccl" if gpus > 1 else staged.NAME,
             store=dist.FileStore(store, world),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=TIMEOUT),
-            device_id=device,
+            device_id=device if gpus > 1 else None,
         )
     config = load_config(
         {
@@ -100,8 +99,6 @@ def test_groups_are_split_off_a_parent_of_ours() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks(layout: str, dtype: str, pool: Pool, tmp_path: Any) -> None:
     gpus = min(2, torch.cuda.device_count())
-    if gpus == 1 and layout not in _ONE_GPU:
-        pytest.skip("needs two GPUs")
     (wanted,) = pool.run(1, losses, {}, dtype, gpus, "")
     for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, gpus, str(tmp_path / "store")):
         assert of_rank == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)

@@ -8,6 +8,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import roofline
 
+from hexad import load_config
+from hexad.topology.devices import Attainable
+
 
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_a_layer_launches_few_kernels(tensor: int) -> None:
@@ -20,7 +23,20 @@ def test_a_layer_launches_few_kernels(tensor: int) -> None:
     assert after["mfu_bound"] > before["mfu_bound"]
 
 
-@pytest.mark.parametrize(("model", "bound"), [("llama3.2-1b", 0.5), ("llama3-8b", 0.6)])
-def test_the_bound_on_mfu(model: str, bound: float) -> None:
+@pytest.mark.parametrize(("model", "low", "high"), [("llama3.2-1b", 0.57, 0.63), ("llama3-8b", 0.65, 0.7)])
+def test_the_bound_on_mfu(model: str, low: float, high: float) -> None:
+    """Of the published peak, at the rates that were measured: matrix products alone reach 0.81 of it."""
     for tensor in (1, 8):
-        assert roofline.bound(model, 8192, tensor, True)["mfu_bound"] > bound
+        assert low < roofline.bound(model, 8192, tensor, True)["mfu_bound"] < high
+
+
+def test_the_kinds_of_operators_add_up() -> None:
+    model = load_config({"model": {"preset": "llama3.2-1b", "layers": 1}}).model
+    one, two = (
+        roofline.run(model, 256, 1, True, Attainable(1e12, 1e12, 1e10), count).by_kind() for count in (1, 2)
+    )
+    assert one.keys() == {"products", "attention", "others"}
+    assert two["products"] == pytest.approx(2 * one["products"], rel=0.3)
+    # A tenth of the rate takes ten times as long, and changes nothing else.
+    slow = roofline.run(model, 256, 1, True, Attainable(1e12, 1e11, 1e10), 1).by_kind()
+    assert slow == pytest.approx(one | {"attention": 10 * one["attention"]})

@@ -31,6 +31,7 @@ from hexad.topology.mesh import Axis
 
 from ..pool import Pool
 from ..small import config_of, engine_of
+from .tiles import TILES
 
 
 def _bounds(generator: random.Random, sequences: int, length: int) -> tuple[int, ...] | None:
@@ -236,17 +237,6 @@ def test_a_number_that_is_not_finite_is_not_hidden() -> None:
 
 # Kernels
 
-TILES = {
-    "all": Tile((3, 20), (5, 16), False),
-    "causal": Tile((2, 15), (2, 15), True),
-    "blocks": Tile((0, 4, 5, 16), (0, 4, 5, 16), True),
-    "limited": Tile((3, 14), (5, 16), False, -4),
-    "causal and limited": Tile((2, 15), (2, 15), True, -3),
-    "one query": Tile((0, 1), (0, 9), False),
-    "blocks of one query": Tile((0, 1, 2), (0, 1, 2), True),
-    "bands": Tile((3, 90), (3, 90), True, -5),
-    "late": Tile((0, 6), (0, 9), False, 2),
-}
 _DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 

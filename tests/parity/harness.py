@@ -195,6 +195,12 @@ class Case:
         return config_of(tree, **self.variant.overrides)
 
 
+def name_of(case: Case) -> str:
+    """For lists of cases."""
+    around = f"{case.variant.name} / {case.layout} / {case.state}"
+    return f"{around} / {case.stages} / {case.work}" if case.pipeline > 1 else around
+
+
 # Dropout makes a difference between layouts easy to see: a mask that moved changes everything.
 _DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "layers": 5}
 DROPPED = tuple(
@@ -513,7 +519,7 @@ def _join(rows: list[Microbatch]) -> Microbatch:
     )
 
 
-def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
+def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tuple[Any, ...]:
     """Train a few steps on this rank; returns losses, norms, and this rank's pieces."""
     from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
@@ -526,7 +532,7 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
         # size adds in another order than one with code for this size: losses differ in the last bit.
         torch.compiler.reset()
     layout = Layout.from_settings(config.parallel, case.world)
-    mesh = Mesh.create(layout, torch.device("cpu"))
+    mesh = Mesh.create(layout, torch.device(device))
     with (
         mixture.in_place_of_feed_forward() if case.variant.experts else nullcontext(),
         mutations.applied(mutation, mesh) if mutation else nullcontext(),
@@ -543,7 +549,7 @@ def _pieces(
     bucket: Any, share: torch.Tensor
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
     for rectangle, values in bucket.pieces(share):
-        yield rectangle.name, rectangle.shape, rectangle.offset, values.detach().numpy().copy()
+        yield rectangle.name, rectangle.shape, rectangle.offset, values.detach().cpu().numpy().copy()
 
 
 def assemble(per_rank: list[list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]]) -> Tensors:
@@ -561,9 +567,9 @@ def assemble(per_rank: list[list[tuple[str, tuple[int, ...], tuple[int, ...], np
     return whole
 
 
-def run(pool: worker_pool.Pool, case: Case, mutation: str | None = None) -> Trace:
-    """The case on its ranks."""
-    results = pool.run(case.world, run_rank, case, mutation)
+def run(pool: worker_pool.Pool, case: Case, mutation: str | None = None, device: str = "cpu") -> Trace:
+    """The case on its ranks, which compute on ``device``."""
+    results = pool.run(case.world, run_rank, case, mutation, device)
     for losses, norms, _, _ in results:
         assert losses == results[0][0], "ranks report different losses"
         np.testing.assert_allclose(norms, results[0][1], rtol=1e-12)
@@ -583,8 +589,8 @@ def alone(case: Case) -> Case:
 class References:
     """One process's traces, computed once per model and batch."""
 
-    def __init__(self, pool: worker_pool.Pool) -> None:
-        self._pool = pool
+    def __init__(self, pool: worker_pool.Pool, device: str = "cpu") -> None:
+        self._pool, self._device = pool, device
         self._traces: dict[tuple[str, int, int], Trace] = {}
         self._errors: dict[str, float] = {}
 
@@ -592,14 +598,16 @@ class References:
         """The trace of the case's model and samples on one process."""
         key = (case.variant.name, case.samples, case.steps)
         if key not in self._traces:
-            self._traces[key] = run(self._pool, alone(case))
+            self._traces[key] = run(self._pool, alone(case), device=self._device)
         return self._traces[key]
 
     def error_of_whole(self, case: Case) -> float:
         """The largest error of the case as it is, computed once."""
         key = str(case)
         if key not in self._errors:
-            self._errors[key] = max(errors(run(self._pool, case), self.of(case)).values())
+            self._errors[key] = max(
+                errors(run(self._pool, case, device=self._device), self.of(case)).values()
+            )
         return self._errors[key]
 
 

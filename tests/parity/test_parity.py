@@ -31,6 +31,7 @@ from .harness import (
     Case,
     References,
     errors,
+    name_of,
     run,
     values_in,
 )
@@ -41,11 +42,6 @@ from .table import PAGE, context_rows, pipeline_rows, rows, state_rows
 @pytest.fixture(scope="session")
 def references(pool: Pool) -> References:
     return References(pool)
-
-
-def name_of(case: Case) -> str:
-    around = f"{case.variant.name} / {case.layout} / {case.state}"
-    return f"{around} / {case.stages} / {case.work}" if case.pipeline > 1 else around
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,25 @@ BF16_FROM, FP8_FROM = (8, 0), (8, 9)
 
 
 @dataclass(frozen=True)
+class Attainable:
+    """What programs reach at most on a kind of GPU, which is less than its published peaks: under load its
+    clocks fall to what the power limit allows.
+
+    Attributes:
+        products: large bf16 matrix products of random numbers, FLOP/s.
+        attention: causal attention in bf16, forward and backward, FLOP/s; the half of the pairs that are seen
+            counts.
+        copies: copies on the device, bytes per second, of which each is read and written.
+        source: ``measured``, on a GPU of this kind.
+    """
+
+    products: float
+    attention: float
+    copies: float
+    source: str = "measured"
+
+
+@dataclass(frozen=True)
 class Gpu:
     """A kind of GPU.
 
@@ -20,12 +39,14 @@ class Gpu:
             and error-correcting codes take their part. The smallest "total capacity" seen in out-of-memory
             errors that users of PyTorch (2.1 to 2.9) have published.
         capability: NVIDIA's compute capability.
+        attainable: what programs reach; None where nobody has measured it.
     """
 
     half: float
     single: float
     memory: dict[int, float]
     capability: tuple[int, int]
+    attainable: Attainable | None = None
 
     @property
     def bf16(self) -> bool:
@@ -38,11 +59,13 @@ class Gpu:
         return self.capability >= FP8_FROM
 
 
+_ATTENTION = 0.65
+"""Of the rate of products; 0.60 to 0.70 was measured on an H100."""
 _GPUS = {
-    "H100": Gpu(989e12, 67e12, {80: 79.1}, (9, 0)),
+    "H100": Gpu(989e12, 67e12, {80: 79.1}, (9, 0), Attainable(798e12, _ATTENTION * 798e12, 3.0e12)),
     "H100 PCIe": Gpu(756e12, 51e12, {80: 79.1}, (9, 0)),
     "H100 NVL": Gpu(835e12, 60e12, {94: 93.0}, (9, 0)),
-    "H200": Gpu(989e12, 67e12, {141: 139.7}, (9, 0)),
+    "H200": Gpu(989e12, 67e12, {141: 139.7}, (9, 0), Attainable(788e12, _ATTENTION * 788e12, 4.3e12)),
     "H200 NVL": Gpu(836e12, 60e12, {141: 139.7}, (9, 0)),
     "GH200": Gpu(989e12, 67e12, {96: 94.5}, (9, 0)),
     "B200": Gpu(2250e12, 75e12, {180: 178.3}, (10, 0)),
@@ -61,11 +84,17 @@ _GPUS = {
 }
 
 
-def published_peaks(name: str) -> tuple[float, float] | None:
-    """(16-bit, fp32) peak of a GPU by name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
+def known_gpu(name: str) -> Gpu | None:
+    """The kind of a GPU by its name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_GPUS, key=len, reverse=True))})(?![A-Za-z0-9])"
     match = re.search(words, name)
-    return (_GPUS[match[1]].half, _GPUS[match[1]].single) if match else None
+    return _GPUS[match[1]] if match else None
+
+
+def published_peaks(name: str) -> tuple[float, float] | None:
+    """(16-bit, fp32) peak of a GPU by name; None if unknown."""
+    gpu = known_gpu(name)
+    return None if gpu is None else (gpu.half, gpu.single)
 
 
 def named_gpus() -> dict[str, tuple[Gpu, int]]:

@@ -1,0 +1,243 @@
+"""One rank of a 70B model with tensor 8, pipeline 8, data 8 and ZeRO 3, without its 511 peers.
+
+Every collective ends at once with numbers of this rank, on a stream of its own as NCCL's. What remains is
+what the rank itself needs: the time of its kernels, the time in which they wait for the host, and memory,
+beside Hexad's prediction. The rank is in the middle of the pipeline.
+
+PyTorch's backend ``fake`` leaves results as they were: numbers that are not finite would make Hexad leave out
+the update, and a GPU multiplies zeros faster than numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad.config import Config
+from hexad.config.model import ModelSettings
+from hexad.engine.language import Counts, LanguageModel
+from hexad.planning import resolve
+from hexad.planning.costs import flops_per_token
+from hexad.planning.memory import predict
+from hexad.topology import mesh as meshes
+from hexad.topology.cluster import peak_flops
+from hexad.topology.layout import Level, Tree
+
+from .device import Bench
+from .profile import profiled
+from .record import Record
+
+MODEL: dict[str, Any] = {"preset": "llama3-70b"}
+TOY: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab": 300}
+WARM_UP, STEPS, MICROBATCHES = 2, 4, 16
+
+
+def run(record: Record) -> None:
+    """For ZeRO 3, and then for ZeRO 1, which gathers nothing within a step."""
+    bench = Bench.of(record.pretend)
+    if bench.pretend:
+        record.absent("mfu_of_its_layers", "a CPU has no published peak")
+    for zero in (3, 1):
+        with record.attempt(f"zero {zero}"):
+            figures = _figures(bench, zero)
+            kernels = figures.pop("kernels")
+            record.add("ranks", {"zero": zero, **figures})
+            for kernel in kernels:
+                record.add("kernels", {"zero": zero, **kernel})
+        if record.left() < 20:
+            break
+
+
+def _config(bench: Bench, zero: int) -> Config:
+    degree = 2 if bench.pretend else 8
+    return load_config(
+        {
+            "run": {"device": bench.device.type, "compile": "none" if bench.pretend else "pointwise"},
+            "model": TOY if bench.pretend else MODEL,
+            "data": {"sequence": 32 if bench.pretend else 4096},
+            "batch": {"micro": 1, "global": degree * MICROBATCHES},
+            "parallel": {"tensor": degree, "pipeline": 8, "data": degree, "zero": zero},
+            "precision": {"dtype": "bf16"},
+            "lr_schedule": {"warmup": 10},
+        }
+    )
+
+
+def _figures(bench: Bench, zero: int) -> dict[str, Any]:
+    """Milliseconds of a step, of kernels and gaps; memory, and what was predicted."""
+    config = _config(bench, zero)
+    degree, tokens = config.parallel.tensor, config.data.sequence
+    layout = Layout.from_settings(config.parallel, degree * 8 * degree)
+    rank = next(r for r in range(layout.world) if layout.coordinates(r)["pipeline"] == 4)
+    resolved = resolve(config, layout)
+    ids = torch.randint(300, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+    batch = [Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())] * MICROBATCHES
+    if not bench.pretend:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    with _without_peers(layout, rank, config.batch.global_ * tokens):
+        engine = Engine(resolved, Mesh.create(layout, bench.device))
+        for _ in range(WARM_UP):
+            result = engine.train_step(batch)
+            bench.synchronize()
+        if result.skipped:
+            raise RuntimeError(f"the update was left out: gradient norm {result.grad_norm}")
+        seconds = bench.seconds(lambda: engine.train_step(batch), STEPS, 0)
+        memory = bench.memory() or {"allocated_gib": None}
+        profile = profiled(bench, lambda: engine.train_step(batch), 1)
+    layers = sum(len(stage.layers) for stage in engine.stages.values())
+    work = _flops(config.model, layers, tokens) * MICROBATCHES / degree
+    peak = None if bench.pretend else peak_flops(bench.device, torch.bfloat16)
+    plan = predict(resolved, rank)
+    return {
+        "layout": f"tensor {degree}, pipeline 8, data {degree}, rank {rank}",
+        "layers": layers,
+        "step_ms": 1e3 * seconds,
+        "busy_ms": profile["busy_ms"],
+        "host_gap_ms": max(0.0, 1e3 * seconds - profile["busy_ms"]),
+        "launches": profile["launches"],
+        "mfu_of_its_layers": None if peak is None else work / seconds / peak,
+        "kinds_ms": profile["kinds_ms"],
+        "predicted_gib": plan.total / 2**30,
+        "at": plan.action,
+        **memory,
+        "kernels": profile["kernels"],
+    }
+
+
+@contextmanager
+def _without_peers(layout: Layout, rank: int, targets: int) -> Iterator[None]:
+    """A world in which only this rank exists; ``targets`` are those of all ranks, which they would agree
+    on."""
+
+    def counted(_: LanguageModel, counting: Future[Counts], equal: bool) -> Counts:
+        return counting.result()._replace(targets=targets, agreement=0)
+
+    dist.init_process_group("alone", store=dist.HashStore(), rank=rank, world_size=layout.world)
+    try:
+        with (
+            mock.patch.object(meshes, "_make_tree", _tree),
+            mock.patch.object(LanguageModel, "_counted", counted),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _flops(model: ModelSettings, layers: int, tokens: int) -> float:
+    """Training FLOPs of so many layers for one sequence, without head."""
+    more, less = (
+        flops_per_token(model.model_copy(update={"layers": count}), tokens) for count in (layers + 1, 1)
+    )
+    return (more - less) * tokens
+
+
+def _tree(rank: int, world: int, timeout: timedelta) -> Tree:
+    """Agreements of this rank with itself."""
+    return Tree((Level((rank,), 0, None),), 0, timeout)
+
+
+class Alone(dist.ProcessGroup):
+    """A group of which only this rank exists."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._place, self._size = rank, size
+        self._stream: Any = None
+        self._noise: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def getBackendName(self) -> str:
+        """The name it is registered by."""
+        return "alone"
+
+    def _done(self, target: Tensor | None = None, source: Tensor | None = None) -> _Done:
+        """Copy, if there is something to copy, behind what the current stream has been given."""
+        if target is None or source is None:
+            return _Done(None)
+        if target.device.type == "cpu":
+            target.data.copy_(source)
+            return _Done(None)
+        self._stream = self._stream or torch.cuda.Stream(target.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.data.copy_(source)
+            return _Done(self._stream.record_event(), (target, source))
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        """As if the others had zeros."""
+        return self._done()
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Done:
+        """As if this rank had the values."""
+        return self._done()
+
+    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
+        """As if all had the same."""
+        rows = given.reshape(1, -1).expand(self._size, -1)
+        return self._done(output.view(self._size, -1), rows)
+
+    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
+        """As if the others had zeros."""
+        part = given.view(self._size, -1)[self._place]
+        return self._done(None if part.data_ptr() == output.data_ptr() else output.view(-1), part)
+
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, receive: Sequence[int], send: Sequence[int], opts: Any = None
+    ) -> _Done:
+        """As if the others had what this rank has."""
+        count = min(output.numel(), given.numel())
+        return self._done(output.view(-1)[:count], given.view(-1)[:count])
+
+    # Up to torch 2.12 they have other names.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Done:
+        """To nobody."""
+        return self._done()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Done:
+        """Normal numbers, the same each time."""
+        (tensor,) = tensors
+        key = tensor.numel(), tensor.dtype
+        if key not in self._noise:
+            self._noise[key] = torch.randn(tensor.numel(), device=tensor.device).to(tensor.dtype)
+        return self._done(tensor.view(-1), self._noise[key])
+
+    def shutdown(self) -> None:
+        """Nothing is left to do."""
+        self._noise.clear()
+
+    abort = shutdown
+
+
+class _Done:
+    """A collective that waits for nobody: torch's ``Work``."""
+
+    def __init__(self, event: Any, tensors: Any = None) -> None:
+        self._event, self._tensors = event, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Let the current stream wait for the copy."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the copy has been made."""
+        return self._event is None or self._event.query()
+
+
+dist.Backend.register_backend(
+    "alone", lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"]
+)

@@ -1,0 +1,112 @@
+"""``benchmarks/gpu_report.py`` without a GPU: the same code at toy sizes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STEPS = ("ceilings", "models", "nccl", "layouts", "one_rank", "commands")
+
+
+def _command(where: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(ROOT / "benchmarks" / "gpu_report.py"), "--output", str(where), *arguments]
+
+
+def _run(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(where, *arguments), capture_output=True, text=True, check=False)
+
+
+def _steps(where: Path) -> dict[str, Any]:
+    return json.loads((where / "report.json").read_text())["steps"]
+
+
+def test_a_step_is_measured_and_reported(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--pretend", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    step = _steps(tmp_path)["ceilings"]
+    assert step["state"] == "finished" and step["pretend"]
+    losses = [row["loss"] for row in step["figures"]["first_steps"]]
+    assert losses == sorted(losses, reverse=True)
+    assert {row["tensor"] for row in step["figures"]["matrix_products"]} == {1, 2}
+    assert step["figures"]["host_copies"] is None and step["reasons"]["host_copies"]
+    assert "layers.0.attention.qkv.weight" in (tmp_path / "report.md").read_text()
+
+
+def test_a_step_that_takes_too_long_is_reported(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--pretend", "--steps", "1", "--budget", "0.3")
+    assert done.returncode == 1
+    assert _steps(tmp_path)["ceilings"]["state"] == "out of time"
+    assert "not finished: ceilings" in done.stdout
+
+
+def test_a_step_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_report
+
+    report = gpu_report.Report(tmp_path, True)
+    monkeypatch.setitem(gpu_report.STEPS, "missing", 1)
+    gpu_report.run_step("missing", report, 30.0, [], tmp_path / "log")
+    step = _steps(tmp_path)["missing"]
+    assert step["state"] == "failed" and "gpu.missing" in step["errors"]["missing"]
+    assert any("ModuleNotFoundError" in line for line in step["stderr"])
+    assert not report.finished("missing")
+
+
+def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = _run(tmp_path / "nothing")
+    assert done.returncode == 0
+    assert done.stdout == "gpu_report: no GPU is visible; nothing to run\n"
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_what_is_asked_to_end_leaves_a_report_and_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(_command(tmp_path, "--pretend", "--steps", "6"), stdout=subprocess.PIPE)
+    while not (tmp_path / "commands.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if children.exists():
+        (child,) = children.read_text().split()
+    process.terminate()
+    assert process.wait() == 143
+    assert _steps(tmp_path)["commands"]["state"] == "out of time"
+    assert not children.exists() or not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.slow
+def test_all_steps(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--pretend")
+    steps = _steps(tmp_path)
+    assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(STEPS, "finished"), steps
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing_and_resume_finishes(tmp_path: Path) -> None:
+    chosen = ("--pretend", "--steps", "1", "6")
+    process = subprocess.Popen(_command(tmp_path, *chosen), start_new_session=True)
+    commands = tmp_path / "commands.json"
+    while not commands.exists() or "kill_and_resume" not in json.loads(commands.read_text())["figures"]:
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    time.sleep(2)  # the step's process ends with it
+    left = json.loads(commands.read_text())
+    assert left["state"] == "running" and left["figures"]["kill_and_resume"]
+    assert _steps(tmp_path)["ceilings"]["state"] == "finished"
+    ceilings = (tmp_path / "ceilings.json").read_bytes()
+    assert _run(tmp_path, *chosen, "--resume").returncode == 0
+    assert (tmp_path / "ceilings.json").read_bytes() == ceilings  # not measured again
+    assert {step["state"] for step in _steps(tmp_path).values()} == {"finished"}

@@ -44,19 +44,24 @@ class _Call(NamedTuple):
         code: takes tensors and numbers, returns tensors.
         arguments: of the code: places among the call's tensors, followed by ``numbers``.
         numbers: sizes, and floating point numbers (as tensors without dims).
-        results: places among the code's, or of a function that returns one tensor, its place.
+        results: places among the code's; of a function that returns one tensor, its place, or None of one
+            that returns nothing.
         state: global state of PyTorch that the code was generated for: grad mode, determinism, autocast, ...
+        writes: the function writes to arguments.
     """
 
     code: Callable[..., Sequence[Tensor]]
     arguments: Sequence[int]
     numbers: Sequence[Any]
-    results: Sequence[int] | int
+    results: Sequence[int] | int | None
     state: GlobalStateGuard
+    writes: bool
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         given = [*tensors, *self.numbers]
         made = self.code(*[given[place] for place in self.arguments])
+        if self.results is None:
+            return None
         if isinstance(self.results, int):
             return made[self.results]
         return tuple([made[place] for place in self.results])
@@ -75,8 +80,8 @@ class _Compiled:
 
     Which code serves a call is decided by ``torch.compile`` and its guards. Of a call without gradients, the
     code is kept under the complete description of its arguments, so that an equal call needs no guards.
-    Never kept are calls that write to arguments (code for them also depends on which of them share memory) or
-    that have the same tensor twice, and what is no plain tensor.
+    Always guarded are calls that have the same tensor twice, that write to arguments some of which share
+    memory, or whose arguments are no plain tensors.
     """
 
     def __init__(self, function: Function) -> None:
@@ -98,7 +103,7 @@ class _Compiled:
             return self._guarded(*arguments)
         key = tuple(description)
         call = self._calls.get(key)
-        if call is not None and call.state.check():
+        if call is not None and call.state.check() and not (call.writes and _share_memory(tensors)):
             return call(tensors)
         return self._first(arguments, tensors, key)
 
@@ -128,12 +133,14 @@ class _Compiled:
             result = self._guarded(*arguments)
         finally:
             self._thread.runs = None
-        if len(runs) == 1 and versions == [tensor._version for tensor in tensors]:
-            call = _arranged(runs[0], tensors, result)
-            if call is not None:
-                if len(self._calls) >= _CALLS:
-                    self._calls.clear()
-                self._calls[key] = call
+        writes = versions != [tensor._version for tensor in tensors]
+        if len(runs) != 1 or (writes and _share_memory(tensors)):
+            return result
+        call = _arranged(runs[0], tensors, result, writes)
+        if call is not None:
+            if len(self._calls) >= _CALLS:
+                self._calls.clear()
+            self._calls[key] = call
         return result
 
 
@@ -157,7 +164,12 @@ def _describe(values: Sequence[Any], tensors: list[Tensor], description: list[An
     return True
 
 
-def _arranged(run: _Run, tensors: Sequence[Tensor], result: Any) -> _Call | None:
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether some tensors have a storage in common."""
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors)
+
+
+def _arranged(run: _Run, tensors: Sequence[Tensor], result: Any, writes: bool) -> _Call | None:
     """How a run's arguments come from ``tensors`` and its results make up ``result``; None where they do
     not."""
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
@@ -172,13 +184,16 @@ def _arranged(run: _Run, tensors: Sequence[Tensor], result: Any) -> _Call | None
             numbers.append(value)
         arguments.append(place)
     made = {id(value): place for place, value in enumerate(run.results)}
-    wanted = result if isinstance(result, tuple) else (result,)
-    if any(id(value) not in made for value in wanted):
+    results: Any
+    if isinstance(result, tuple):
+        results = [made.get(id(value)) for value in result]
+        known = None not in results
+    else:
+        results = made.get(id(result))
+        known = result is None or results is not None
+    if not known:
         return None
-    results = [made[id(value)] for value in wanted]
-    return _Call(
-        run.code, arguments, numbers, results if isinstance(result, tuple) else results[0], GlobalStateGuard()
-    )
+    return _Call(run.code, arguments, numbers, results, GlobalStateGuard(), writes)
 
 
 def widened(x: Tensor) -> Tensor:

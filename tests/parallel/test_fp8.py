@@ -3,6 +3,7 @@
 ``torch._scaled_mm`` runs on CPUs too, slowly: what follows needs no GPU, only the refusal is not asked for.
 """
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -272,14 +273,13 @@ def test_layouts_stay_near_one_process(
     assert losses == pytest.approx(alone, rel=tolerance, abs=0)
 
 
-def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
-    """The losses of four steps on this rank, and how often it rounded a weight; without ``keep`` for every
-    product."""
-    weights = 0
+def _rounded(config: Config, keep: bool) -> tuple[list[float], Counter[str]]:
+    """The losses of four steps on this rank, and how often it rounded and transposed a weight; without
+    ``keep`` for every product."""
+    weights: Counter[str] = Counter()
 
     def again(weight: torch.Tensor, name: str, compute: Any) -> Any:
-        nonlocal weights
-        weights += 1
+        weights[name] += 1
         return compute()
 
     def once(weight: torch.Tensor, name: str, compute: Any) -> Any:
@@ -295,16 +295,18 @@ def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "rounded"),
+    ("groups", "rounded", "transposed"),
     [
-        ({}, 1),
-        ({"memory": {"recompute": "full"}}, 1),
-        ({"parallel": {"data": 2, "zero": 2}}, 1),
-        ({"parallel": {"data": 2, "zero": 3}}, 4),  # forward and backward of two microbatches
-        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}, "memory": {"offload": "optimizer"}}, 1),
+        ({}, 1, 1),
+        ({"memory": {"recompute": "full"}}, 1, 1),
+        ({"parallel": {"data": 2, "zero": 2}}, 1, 1),
+        ({"parallel": {"data": 2, "zero": 3}}, 4, 2),  # forward and backward of two microbatches
+        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}, "memory": {"offload": "optimizer"}}, 1, 1),
     ],
 )
-def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int, pool: Pool) -> None:
+def test_a_weight_is_rounded_and_transposed_once_per_step(
+    groups: dict[str, Any], rounded: int, transposed: int, pool: Pool
+) -> None:
     """And again after it has changed: the losses are those of rounding it for every product."""
     config = config_of(DEFAULTS, **groups)
     world = config.parallel.pipeline * (2 if "data" in groups.get("parallel", {}) else 1)
@@ -313,7 +315,7 @@ def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int,
         pool.run(world, _rounded, config, True), pool.run(world, _rounded, config, False)
     ):
         assert losses == wanted
-        assert times == 4 * matrices * rounded
+        assert times == {"e4m3": 4 * matrices * rounded, "e4m3 transposed": 4 * matrices * transposed}
 
 
 def test_gpt2_with_its_biases(pool: Pool) -> None:

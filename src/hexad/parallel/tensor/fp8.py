@@ -4,8 +4,8 @@ Inputs and weights are rounded to e4m3 (3 bits of fraction, up to 448), gradient
 up to 57344), each after a multiplication that brings its largest magnitude just under the format's ("current
 scaling": nothing is remembered from step to step). Sums are float32, results in the operands' format.
 
-A weight is rounded once per step where it stays in memory, in every pass in ZeRO 3 and under ``run.compile:
-full``.
+A weight is rounded once per step where it stays in memory, and transposed once for backward passes; in every
+pass in ZeRO 3 and under ``run.compile: full``.
 
 Scales are powers of two: multiplying by them is exact even in bf16, results scale with their operands to the
 last bit, and a tensor's maximum matters only to the rounding of numbers too small for the format.
@@ -46,6 +46,17 @@ def _narrowed_weight(weight: Tensor, compiled: bool) -> Narrow:
     return derived(weight, "e4m3", lambda: narrow(weight.detach(), torch.float8_e4m3fn))
 
 
+def _transposed_weight(weight: Tensor, compiled: bool) -> Narrow:
+    """As :func:`_narrowed_weight`, ``[out, in]`` whose columns are contiguous: the units multiply rows by
+    columns that are both contiguous along the sum."""
+
+    def transposed() -> Narrow:
+        narrow, undo = _narrowed_weight(weight, compiled)
+        return narrow.t().contiguous().t(), undo
+
+    return derived(weight, "e4m3 transposed", transposed)
+
+
 def _multiply(
     left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: Tensor | None = None
 ) -> Tensor:
@@ -76,9 +87,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, compiled: boo
 def input_gradient(gradient: Tensor, weight: Tensor, compiled: bool = False) -> Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
     narrow = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
-    narrow_weight, undo = _narrowed_weight(weight, compiled)
-    # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
-    return _multiply(narrow, (narrow_weight.t().contiguous().t(), undo), gradient.dtype, False)
+    return _multiply(narrow, _transposed_weight(weight, compiled), gradient.dtype, False)
 
 
 class _Linear(torch.autograd.Function):

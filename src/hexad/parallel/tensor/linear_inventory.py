@@ -266,22 +266,23 @@ class LinearSpec:
 
     def eight_bits(self, run: Execution) -> int:
         """Bytes that the product for the input's gradient needs in 8 bits, its result included: copies of the
-        output's gradient and of the weight, first scaled in 16 bits, the weight's then transposed."""
+        output's gradient and of a weight that is not kept, first scaled in 16 bits, the weight's then
+        transposed."""
         if not run.fp8:
             return 0
         inputs, most, before = self.local(run)[0], 0, 0
         for outputs in self._widths(run):
             gradient, weight, result = run.whole(outputs) // 2, inputs * outputs, run.whole(inputs)
             if run.rounded_once:
-                needed = gradient + max(2 * gradient, weight + result)
+                needed = gradient + max(2 * gradient, result)
             else:
                 needed = gradient + max(3 * weight, 2 * weight + result)
             most, before = max(most, before + needed), result  # to which the next one's is added
         return most
 
     def rounded(self, run: Execution) -> int:
-        """Bytes of the weights that are kept in 8 bits."""
-        return self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
+        """Bytes of the weights that are kept in 8 bits, once for forward and once, transposed, for backward."""
+        return 2 * self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
 
     def backward(self, run: Execution, selective: bool, split: bool) -> Moment:
         """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and

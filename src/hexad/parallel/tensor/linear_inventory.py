@@ -281,7 +281,7 @@ class LinearSpec:
         return most
 
     def rounded(self, run: Execution) -> int:
-        """Bytes of the weights that are kept in 8 bits, once for forward and once, transposed, for backward."""
+        """Bytes of the weights that are kept in 8 bits, for forward passes and, transposed, for backward."""
         return 2 * self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
 
     def backward(self, run: Execution, selective: bool, split: bool) -> Moment:

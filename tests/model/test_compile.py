@@ -112,6 +112,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     lses[0][0], lses[0][1], lses[1][1] = -torch.inf, -torch.inf, -torch.inf
     return {
         "narrowed": (fp8._narrowed, (x, torch.float8_e4m3fn)),
+        "transposed": (fp8._transposed, (x, torch.float8_e5m2)),
         "rms_forward": (ops.rms_forward, (x, weight, 1e-5)),
         "swiglu_forward": (ops._swiglu_forward, (inner,)),
         "swiglu_backward": (ops._swiglu_backward, (gradient, inner)),
@@ -129,7 +130,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 # Sums over tokens are kernels of their own; so are the gathering of targets, in 8 bits a maximum and the
 # scale, and what is one number per head.
-_KERNELS = {"narrowed": 3, "rms_backward": 2, "statistics": 2, "merge": 2}
+_KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2}
 
 
 _QUICK = ("add_rms", "swiglu_backward")

@@ -239,6 +239,9 @@ class PrecisionSettings(Settings):
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients of microbatches are added up on a rank; ``bf16`` with ``reduce: bf16``
     only."""
+    fp8_weight_gradients: bool = False
+    """Whether fp8 runs multiply in 8 bits for weight gradients too, the third of a linear layer's products:
+    inputs in e4m3, output gradients in e5m2. They are accumulated as otherwise."""
     loss_scale: Literal["dynamic"] | LossScale = "dynamic"
     """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: LossScale = 65536.0

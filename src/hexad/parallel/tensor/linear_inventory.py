@@ -259,10 +259,19 @@ class LinearSpec:
         return run.whole(inputs) + run.mask(run.tokens * inputs)
 
     def weight_product(self, run: Execution) -> int:
-        """Bytes of the largest weight's gradient before it is added in another format."""
+        """Bytes of the largest weight's gradient before it is added in another format; in 8 bits with copies
+        of both operands, one after the other, each first scaled in 16 bits."""
         if not self._own_trained:
             return 0
+        if run.fp8_weight_gradients:
+            inputs = self.local(run)[0]
+            return max(self._eight_bit_product(run, inputs, outputs) for outputs in self._widths(run))
         return run.weight_product(self.local(run)[0] * max(self._widths(run)))
+
+    @staticmethod
+    def _eight_bit_product(run: Execution, inputs: int, outputs: int) -> int:
+        left, right = run.whole(outputs) // 2, run.whole(inputs) // 2
+        return max(3 * left, left + 3 * right, left + right + inputs * outputs * run.gradient)
 
     def eight_bits(self, run: Execution) -> int:
         """Bytes that the product for the input's gradient needs in 8 bits, its result included: copies of the

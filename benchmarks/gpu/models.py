@@ -16,6 +16,7 @@ import torch
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.config import Config
+from hexad.parallel import pointwise
 from hexad.planning import resolve
 from hexad.planning.costs import flops_per_token, parameter_count
 from hexad.planning.memory import predict
@@ -133,6 +134,7 @@ def _measure(
                 raise
             fits = False
     gc.collect()  # an engine refers to itself
+    pointwise._compiled.cache_clear()
     torch.compiler.reset()  # the next one's functions would be compiled for any size
     if not bench.pretend:
         torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ from hexad import load_config
 from hexad.config import ConfigError
 from hexad.engine import language
 from hexad.model import dropout, ops, residual
+from hexad.optim import optimizer
 from hexad.parallel import pointwise
 from hexad.parallel.context import attention
 from hexad.parallel.tensor import fp8, loss
@@ -108,6 +109,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     heads, angles = random(tokens, 3, 12), torch.rand(tokens, 1, 6).to(dtype)
     logits, labels = random(tokens, 257), torch.arange(tokens) * 5
     highest, sums = torch.rand(tokens) + 3, torch.rand(tokens) + 1
+    moments = [random(999) for _ in range(3)] + [torch.rand(999)]
     lses = torch.rand(tokens, 3), torch.rand(3, tokens).t()
     lses[0][0], lses[0][1], lses[1][1] = -torch.inf, -torch.inf, -torch.inf
     return {
@@ -124,6 +126,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "rms_backward": (ops.rms_backward, (gradient, x, scale, weight)),
         "statistics": (loss._statistics, (logits, labels, 0, 251)),
         "merge": (attention._merge_, (heads + 1, lses[0], heads, lses[1])),
+        "adamw": (optimizer._adamw_, (*moments, moments[0].bfloat16(), torch.rand(4), (0.9, 0.95), 1e-8)),
         "gradient": (loss._gradient_, (logits, labels, 0, 251, highest, sums, torch.tensor(0.3))),
     }
 

@@ -11,6 +11,7 @@ import torch
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import IGNORED, Microbatch
+from hexad.parallel import pointwise
 from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
@@ -531,6 +532,7 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
         # Ranks of one run compile alike; those of a pool have seen different cases. One with code for any
         # size adds in another order than one with code for this size: losses differ in the last bit.
         torch.compiler.reset()
+        pointwise._compiled.cache_clear()
     layout = Layout.from_settings(config.parallel, case.world)
     mesh = Mesh.create(layout, torch.device(device))
     with (
@@ -539,7 +541,12 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
     ):
         engine = Engine(config, mesh)
         results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(case.steps)]
-        gradients = [piece for bucket in engine.trained for piece in _pieces(bucket, bucket.gradient)]
+        # A compiled update leaves gradients as they are before clipping.
+        norm, clip = results[-1].grad_norm, engine.optimizer.clip
+        factor = min(1.0, clip / norm) if clip and engine.optimizer.rule.widens else 1.0
+        gradients = [
+            piece for bucket in engine.trained for piece in _pieces(bucket, bucket.gradient * factor)
+        ]
         weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
     losses = [loss for result in results for loss in (result.loss, *result.auxiliary.values())]
     return losses, [result.grad_norm for result in results], gradients, weights

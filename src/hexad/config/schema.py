@@ -40,9 +40,9 @@ class RunSettings(Settings):
     """Seconds a collective may wait for its peers before the run is stopped."""
     compile: Literal["auto", "none", "pointwise", "full"] = "auto"
     """What ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations, dropout, the
-    merging of context parallel blocks and the loss, each by itself, in every layout. ``full``: besides, every
-    transformer block as a whole (needs ``parallel.tensor: 1``). ``auto``: ``pointwise`` on GPUs, ``none`` on
-    CPUs. ``true`` and ``false`` of earlier versions are ``full`` and ``none``."""
+    merging of context parallel blocks, the loss and the update, each by itself, in every layout. ``full``:
+    besides, every transformer block as a whole (needs ``parallel.tensor: 1``). ``auto``: ``pointwise`` on
+    GPUs, ``none`` on CPUs. ``true`` and ``false`` of earlier versions are ``full`` and ``none``."""
     deterministic: bool = False
     """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
     error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""

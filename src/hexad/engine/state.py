@@ -27,6 +27,7 @@ from hexad.parallel.data.replicas import Replicas
 from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 
+from .language import compiles
 from .modules import Modules, Ties
 
 
@@ -100,7 +101,9 @@ class State:
 
     def _rule(self, optimizer: Any) -> Rule:
         if optimizer is None:
-            return AdamW(self.trained, self.config.optimizer, self.mesh.device)
+            device = self.mesh.device
+            compiled = self._described and compiles(self.config.run, device)
+            return AdamW(self.trained, self.config.optimizer, device, compiled)
         from hexad.optim.torch_optimizer import TorchOptimizer  # torch.optim imports the compiler
 
         return TorchOptimizer(optimizer, self.trained)

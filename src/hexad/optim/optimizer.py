@@ -14,6 +14,7 @@ from hexad.comm import Pending, all_reduce, broadcast, streams
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket, Shardings
 from hexad.parallel.inventory import Grid
+from hexad.parallel.pointwise import maybe_compiled
 from hexad.topology.mesh import Axis
 
 from .schedule import MOMENTS, Rates
@@ -29,9 +30,11 @@ class Rule(ABC):
 
     Attributes:
         has_rate: it has learning rates of its own.
+        widens: it takes gradients in any format.
     """
 
     has_rate = False
+    widens = False
 
     @abstractmethod
     def update(
@@ -40,7 +43,7 @@ class Rule(ABC):
         """Update all buckets and publish each.
 
         Args:
-            gradients: of each bucket, like its master; may be overwritten.
+            gradients: of each bucket, like its master unless it ``widens``; may be overwritten.
             rates: learning rates; None where the rule has its own.
             factor: what gradients are multiplied by.
             publish: called with each bucket after its update.
@@ -115,14 +118,16 @@ class BucketOptimizer:
 
     def _squares(self, grid: Grid) -> dict[int, Tensor]:
         """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
-        squares: dict[int, Tensor] = {}
+        gradients: dict[int, list[Tensor]] = {}
         for bucket in self.buckets:
             traits = bucket.traits
             if traits.grid == grid and not traits.copy:
                 copies = prod(axis.size for axis in self.sharding[grid].copies(traits))
-                norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
-                squares[copies] = squares.get(copies, torch.zeros_like(norm)) + norm.square()
-        return squares
+                gradients.setdefault(copies, []).append(bucket.gradient)
+        return {
+            copies: torch.stack(torch._foreach_norm(parts, 2, self._wide)).square_().sum()
+            for copies, parts in gradients.items()
+        }
 
     @torch.no_grad()
     def step(
@@ -165,6 +170,9 @@ class BucketOptimizer:
         the host updates one bucket while the next are on their way.
         """
         queue = streams.of(self._norm.device)
+        if self.rule.widens:
+            yield from (bucket.gradient for bucket in self.buckets)
+            return
         # Without a copy where nothing changes; in another format one by one.
         gradients = (bucket.gradient.to(self._wide) for bucket in self.buckets)
         if not (queue.apart and any(bucket.offloaded for bucket in self.buckets)):
@@ -183,25 +191,73 @@ class BucketOptimizer:
 
 class AdamW(Rule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) in PyTorch's fused kernel. It is called directly:
-    ``torch.optim`` imports the compiler, which takes longer than torch. Buckets whose traits say so get
-    weight decay; with ``decoupled_lr`` weights of the vocabulary have a rate of their own. ``device`` is that
-    of the update where there is no bucket.
+    ``torch.optim`` imports the compiler, which takes longer than torch. Compiled, it is one pass of our own
+    that reads gradients in any format, writes none, and writes the copy in the model's format too; see
+    :func:`~.schedule.update_bytes`.
+
+    Buckets whose traits say so get weight decay; with ``decoupled_lr`` weights of the vocabulary have a rate
+    of their own. ``device`` is that of the update where there is no bucket; ``compiled`` as in
+    :mod:`hexad.parallel.pointwise`, where the state is on the device.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], settings: OptimizerSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        settings: OptimizerSettings,
+        device: torch.device,
+        compiled: bool = False,
+    ) -> None:
         self.buckets, self.settings = buckets, settings
+        self.widens = compiled and not any(bucket.offloaded for bucket in buckets)
         self._moments = [[torch.zeros_like(bucket.master) for _ in MOMENTS] for bucket in buckets]
         self._runs = [_runs(bucket, settings.decoupled_lr is not None) for bucket in buckets]
-        device = buckets[0].master.device if buckets else device
-        self._updates = torch.zeros((), dtype=torch.float32, device=device)  # made so far
+        self._device = buckets[0].master.device if buckets else device
+        self._updates = 0  # made so far
 
     def update(
         self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
     ) -> None:
         """Bucket by bucket, so that a bucket can be gathered while the next is updated."""
         assert rates is not None, "AdamW has no learning rate of its own"
+        self._updates += 1
+        if self.widens:
+            self._update_compiled(gradients, rates, factor, publish)
+        else:
+            self._update_fused(gradients, rates, factor, publish)
+
+    def _update_compiled(
+        self, gradients: Iterator[Tensor], rates: Rates, factor: float, publish: Publish
+    ) -> None:
+        update = maybe_compiled(_adamw_, True)
+        constants: dict[tuple[float, float], Tensor] = {}
+        for bucket, moments, runs, gradient in zip(self.buckets, self._moments, self._runs, gradients):
+            copy = bucket.copy()
+            for run, decoupled in runs:
+                tensors = (bucket.master, gradient, *moments)
+                key = rates.decoupled if decoupled else rates.lr, self._decay(bucket)
+                if key not in constants:
+                    constants[key] = self._constants(*key, factor)
+                part = None if copy is None else copy[run]
+                betas, eps = tuple(self.settings.betas), self.settings.eps
+                update(*(tensor[run] for tensor in tensors), part, constants[key], betas, eps)
+            publish(bucket)
+
+    def _decay(self, bucket: Bucket) -> float:
+        return self.settings.weight_decay if bucket.traits.decay else 0.0
+
+    def _constants(self, lr: float, decay: float, factor: float) -> Tensor:
+        """``[4]`` in the master's format, on the device: what gradients are multiplied by, what weights are,
+        the step's length, the root of the correction of the second moment."""
+        first, second = (1 - beta**self._updates for beta in self.settings.betas)
+        numbers = (factor, 1 - lr * decay, lr / first, math.sqrt(second))
+        host = torch.tensor(numbers, dtype=self.buckets[0].master.dtype)
+        return streams.of(self._device).moved(host, self._device)
+
+    def _update_fused(
+        self, gradients: Iterator[Tensor], rates: Rates, factor: float, publish: Publish
+    ) -> None:
         divisor = self._divisor(factor)
-        self._updates.add_(1)
+        updates = torch.full((), float(self._updates), dtype=torch.float32, device=self._device)
         beta1, beta2 = self.settings.betas
         for bucket, (first, second), runs, gradient in zip(
             self.buckets, self._moments, self._runs, gradients
@@ -215,11 +271,11 @@ class AdamW(Rule):
                     [first[run]],
                     [second[run]],
                     [],
-                    [self._updates],
+                    [updates],
                     lr=rates.decoupled if decoupled else rates.lr,
                     beta1=beta1,
                     beta2=beta2,
-                    weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
+                    weight_decay=self._decay(bucket),
                     eps=self.settings.eps,
                     amsgrad=False,
                     maximize=False,
@@ -232,14 +288,35 @@ class AdamW(Rule):
         where that is too narrow, and for a factor of 1: the kernel writes the quotients back."""
         if factor == 1 or any(bucket.master.dtype == torch.float64 for bucket in self.buckets[:1]):
             return None
-        return torch.full((), 1 / factor, dtype=torch.float32, device=self._updates.device)
+        return torch.full((), 1 / factor, dtype=torch.float32, device=self._device)
 
     def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
-        self._updates.fill_(updates)
+        self._updates = updates
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         for name, values in zip(MOMENTS, self._moments[self.buckets.index(bucket)]):
             yield f"optimizer.{name}", values
+
+
+def _adamw_(
+    master: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    copy: Tensor | None,
+    constants: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Overwrite a run of master values ``[elements]``, their moments, and their ``copy`` in another format;
+    ``constants``: see :meth:`AdamW._constants`."""
+    factor, kept, length, root = constants.unbind()
+    gradient = gradient.to(master.dtype) * factor
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    master.mul_(kept).sub_(length * first / (second.sqrt() / root + eps))
+    if copy is not None:
+        copy.copy_(master)
 
 
 def _runs(bucket: Bucket, decoupled: bool) -> list[tuple[slice, bool]]:

@@ -135,3 +135,23 @@ class LossScaler:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """By their names in PyTorch's optimizer; each as large as the master values, and in their format."""
+
+
+def update_bytes(
+    parameter: int, gradient: int, master: int, copied: bool, compiled: bool, scaled: bool = False
+) -> int:
+    """Bytes of memory that an AdamW update on the device reads and writes per parameter of a shard: for the
+    norm, the update, and the copy in the model's format.
+
+    Args:
+        parameter, gradient, master: bytes of an element of each.
+        copied: the values that the model computes with are a copy: where formats differ, not in ZeRO 3, which
+            gathers from the master values.
+        compiled: the update and the copy are one pass; else PyTorch's fused kernel and a second pass.
+        scaled: gradients are clipped, or the loss was scaled: the fused kernel writes them back.
+    """
+    norm, state, copy = gradient, 2 * (1 + len(MOMENTS)) * master, parameter if copied else 0
+    if compiled:
+        return norm + gradient + state + copy
+    widening = gradient + master if gradient != master else 0
+    return norm + widening + (2 if scaled else 1) * master + state + (master + copy if copied else 0)

@@ -85,7 +85,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     memory = {number: StageMemory(stage, run, recompute, layers, numbers) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
-    peak = max(peak, _update(buckets, run), key=lambda peak: peak.total)
+    peak = max(peak, _update(buckets, run, config.memory.offload == "optimizer"), key=lambda peak: peak.total)
     if peak.position is None:
         action = "update"
     else:
@@ -119,11 +119,12 @@ def _plan(
     )
 
 
-def _update(buckets: list[BucketPlan], run: Execution) -> Peak:
+def _update(buckets: list[BucketPlan], run: Execution, offload: bool) -> Peak:
     """The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
-    still has those before."""
+    still has those before; compiled, on the device, as they are."""
     shards = [bucket.shard_size * run.wide for bucket in buckets if not bucket.frozen]
-    most = max(map(sum, pairwise([0, *shards])), default=0) if run.gradient < run.wide else 0
+    widened = run.gradient < run.wide and (offload or not run.compiled)
+    most = max(map(sum, pairwise([0, *shards])), default=0) if widened else 0
     return Peak(Counter(), most, None)
 
 

@@ -123,7 +123,7 @@ class Bucket:
         self.master = torch.empty(0)
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
-        self.offloaded = False
+        self.offloaded = self._copied = False
         self.provide: Provide = not_gathered
 
     @property
@@ -219,11 +219,21 @@ class Bucket:
             changed = values != self.master.to(shard.dtype)
             self.master.copy_(torch.where(changed, values.to(self.master.dtype), self.master))
 
+    def copy(self) -> Tensor | None:
+        """Where the one who updates the master values on the device writes a copy too, which :meth:`publish`
+        then does not; None where they need none."""
+        if self.offloaded or self.source.data_ptr() == self.master.data_ptr():
+            return None
+        self._read(self.members[0].parameter)  # waits where its old values are still being gathered
+        self._copied = True
+        return self.source
+
     def publish(self) -> None:
         """Copy new master values to where they are gathered from."""
         self._forget_derived()
-        if self.source.data_ptr() != self.master.data_ptr():
+        if not self._copied and self.source.data_ptr() != self.master.data_ptr():
             self.source.copy_(self.master, non_blocking=True)
+        self._copied = False
 
     def _forget_derived(self) -> None:
         if self.plan.resident:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -182,6 +183,25 @@ def test_changed_programs_are_noticed(kind: str, recorded: dict[int, list[Event]
 
 def _same(one: Event, other: Call) -> bool:
     return isinstance(one, Call) and replace(one, number=0) == replace(other, number=0)
+
+
+@pytest.mark.parametrize(("sequence", "exposed"), [(True, 4 * 3 + 3), (False, 2 * 3 + 1)])
+def test_a_backward_pass_computes_beside_its_collectives(sequence: bool, exposed: int, pool: Pool) -> None:
+    """Exposed are those of the forward pass (four of a layer with sequence parallel, else two; of embedding
+    and head), and the first gather of the backward pass."""
+    case = Case(deep(VARIANTS[0], 3), tensor=2, sequence=sequence, samples=2, steps=1)
+    recorded, _ = scenarios.dry_run(pool, case, axes=("tensor",))
+    for events in recorded.values():
+        activations = [e.number for e in events if isinstance(e, Call) and e.nbytes >= 1920]
+        beside, under_way = Counter[int](), set[int]()
+        for event in events:
+            if isinstance(event, Call):
+                under_way.add(event.number)
+            elif isinstance(event, Waited):
+                under_way.discard(event.number)
+            elif isinstance(event, Computed):
+                beside.update(under_way)
+        assert sum(not beside[number] for number in activations) == exposed
 
 
 # Large worlds

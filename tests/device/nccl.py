@@ -11,12 +11,12 @@ The ranks of a large world that do the same are played by one of them, see :func
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .recorder import Agreed, Call, Computed, Created, Event, Synchronised, Waited
+from .recorder import COMPUTE, Agreed, Call, Computed, Created, Event, Ordered, Synchronised, Waited
 
 LATENCY, BYTES = 10.0, 1e3
 """Of a call: time, and bytes per unit of time. An operator takes one unit."""
@@ -27,7 +27,7 @@ class Unit:
     """What a communicator's stream does at once on a rank: a collective, or the messages of a batch."""
 
     calls: list[Call]
-    position: int  # of the computing stream where it was started
+    position: int  # of the stream that it was started from
     matched: dict[int, float] = field(default_factory=dict)  # by call: when its message is over
     end: float | None = None
 
@@ -37,21 +37,43 @@ class Unit:
 
 
 @dataclass
+class _Stream:
+    """A stream of a rank: what it was asked for, how much of that is done, and when."""
+
+    queue: list[Event] = field(default_factory=list)
+    times: list[float] = field(default_factory=lambda: [0.0])  # when it reached each position
+    waited: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return len(self.times) - 1
+
+    @property
+    def over(self) -> bool:
+        return self.done == len(self.queue)
+
+    @property
+    def time(self) -> float:
+        return self.times[-1]
+
+
+@dataclass
 class _Rank:
-    """A rank's host, its computing stream and the streams of its communicators."""
+    """A rank's host, its streams and those of its communicators."""
 
     events: Sequence[Event]
     host: int = 0
     host_time: float = 0.0
-    queue: list[Event] = field(default_factory=list)  # of the computing stream
-    done: int = 0
-    time: float = 0.0
-    times: list[float] = field(default_factory=lambda: [0.0])  # when the computing stream reached a position
+    streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
+    positions: dict[int, int] = field(default_factory=dict)  # of a stream that another follows, by its event
     units: dict[str, list[Unit]] = field(default_factory=dict)
     heads: Counter[str] = field(default_factory=Counter)
     free: dict[str, float] = field(default_factory=dict)
     ends: dict[int, float] = field(default_factory=dict)
-    waited: float = 0.0
+
+    def started_from(self, unit: Unit) -> _Stream:
+        """The stream that a unit was started from."""
+        return self.streams[unit.calls[0].stream]
 
 
 @dataclass(frozen=True)
@@ -92,18 +114,20 @@ class _Player:
         stuck = [rank for rank in self.ranks if not self._over(rank)]
         if stuck and not self.problems:
             self.problems.append(f"deadlock: {'; '.join(map(self._waits, stuck))}")
-        seconds = max(max(state.time, state.host_time) for state in self.ranks.values())
-        return Played(self.problems, seconds, {rank: state.waited for rank, state in self.ranks.items()})
+        times = (max(state.streams[COMPUTE].time, state.host_time) for state in self.ranks.values())
+        waited = {rank: state.streams[COMPUTE].waited for rank, state in self.ranks.items()}
+        return Played(self.problems, max(times), waited)
 
     def _over(self, rank: int) -> bool:
         state = self.ranks[rank]
-        streams = all(state.heads[name] == len(units) for name, units in state.units.items())
-        return state.host == len(state.events) and state.done == len(state.queue) and streams
+        calls = all(state.heads[name] == len(units) for name, units in state.units.items())
+        return state.host == len(state.events) and calls and all(s.over for s in state.streams.values())
 
     def _advance(self, rank: int) -> bool:
         state = self.ranks[rank]
         moved = self._host(rank, state)
-        moved |= self._compute(state)
+        for stream in list(state.streams.values()):
+            moved |= self._compute(state, stream)
         for name in list(state.units):
             moved |= self._communicate(rank, name)
         return moved
@@ -115,9 +139,9 @@ class _Player:
         while state.host < len(state.events):
             event = state.events[state.host]
             if isinstance(event, Synchronised):
-                if state.done < len(state.queue):
+                if not state.streams[COMPUTE].over:
                     break
-                state.host_time = max(state.host_time, state.time)
+                state.host_time = max(state.host_time, state.streams[COMPUTE].time)
             elif isinstance(event, Created | Agreed):
                 others = self.members[event.group] if isinstance(event, Created) else list(self.ranks)
                 if not self._all_come_to(event, others):
@@ -125,7 +149,9 @@ class _Player:
             elif isinstance(event, Call):
                 self._enqueue(state, event)
             else:
-                state.queue.append(event)
+                if isinstance(event, Ordered):
+                    state.positions[id(event)] = len(state.streams[event.before].queue)
+                state.streams[event.stream].queue.append(event)
             state.host += 1
         return state.host > begin
 
@@ -148,31 +174,34 @@ class _Player:
         if together:
             units[-1].calls.append(call)
         else:
-            units.append(Unit([call], len(state.queue)))
+            units.append(Unit([call], len(state.streams[call.stream].queue)))
 
     # Streams
 
-    def _compute(self, state: _Rank) -> bool:
-        begin = state.done
-        while state.done < len(state.queue):
-            item = state.queue[state.done]
+    def _compute(self, state: _Rank, stream: _Stream) -> bool:
+        begin = stream.done
+        while not stream.over:
+            item, time = stream.queue[stream.done], stream.time
             if isinstance(item, Waited):
-                end = state.ends.get(item.number)
-                if end is None:
+                if item.number not in state.ends:
                     break
-                state.waited += max(0.0, end - state.time)
-                state.time = max(state.time, end)
+                time = max(time, state.ends[item.number])
+                stream.waited += time - stream.time
+            elif isinstance(item, Ordered):
+                before, position = state.streams[item.before], state.positions[id(item)]
+                if before.done < position:
+                    break
+                time = max(time, before.times[position])
             elif isinstance(item, Computed):
-                state.time += item.operators
-            state.done += 1
-            state.times.append(state.time)
-        return state.done > begin
+                time += item.operators
+            stream.times.append(time)
+        return stream.done > begin
 
     def _ready(self, rank: int, name: str) -> Unit | None:
         """What a communicator's stream has come to on a rank."""
         state = self.ranks[rank]
         units, head = state.units.get(name, []), state.heads[name]
-        if head == len(units) or units[head].position > state.done:
+        if head == len(units) or units[head].position > state.started_from(units[head]).done:
             return None
         return units[head]
 
@@ -244,7 +273,7 @@ class _Player:
 
     def _start(self, rank: int, name: str, unit: Unit) -> float:
         state = self.ranks[rank]
-        return max(state.times[unit.position], state.free.get(name, 0.0))
+        return max(state.started_from(unit).times[unit.position], state.free.get(name, 0.0))
 
     def _finish(self, rank: int, name: str, unit: Unit, end: float) -> None:
         state = self.ranks[rank]
@@ -263,7 +292,7 @@ class _Player:
             head = state.heads[name]
             if head < len(units):
                 calls = " and ".join(map(_words, units[head].calls))
-                started = "" if units[head].position <= state.done else " (not yet started)"
+                started = "" if self._ready(rank, name) else " (not yet started)"
                 parts.append(f"communicator {name} at {calls}{started}")
         return f"rank {rank} waits: {', '.join(parts) or 'its computing stream'}"
 

@@ -35,9 +35,9 @@ from torch.utils._pytree import tree_iter
 
 from hexad.comm import streams
 
-from .recorder import NAME, Call, Computed, Recording, Synchronised, recording
+from .recorder import COMPUTE, NAME, Call, Computed, Ordered, Recording, Synchronised, recording
 
-COMPUTE, HOST = "compute", "host"
+HOST = "host"
 """Streams of which there is one; a further thread of the host is ``host NAME``."""
 Clock = dict[str, int]
 _aten = torch.ops.aten
@@ -186,7 +186,7 @@ class Races(TorchDispatchMode):
 
     def launched(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[str, Clock]:
         """A collective starts on its communicator's stream, after what is on the current one."""
-        self._flush()
+        self._flush(1)
         stream = f"communicator {call.group}"
         _merge(self._clocks.setdefault(stream, {}), self._clocks[self.current])
         self.access(stream, f"{call.kind}{_caller(call.kind)}", reads, writes)
@@ -222,17 +222,22 @@ class Races(TorchDispatchMode):
 
     def order(self, after: str, before: str) -> None:
         """What stream ``after`` does next starts when ``before`` has done what it was asked so far."""
+        self._flush()
+        self._recording.events.append(Ordered(after, before))
         _merge(self._clocks.setdefault(after, {}), self._clocks.setdefault(before, {}))
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
         """What is done inside is done on another stream."""
+        self._flush()
         before, self.current = self.current, name
         self._clocks.setdefault(name, {})
+        self._recording.stream = name
         try:
             yield
         finally:
-            self.current = before
+            self._flush()
+            self.current = self._recording.stream = before
 
     def record_stream(self, tensor: Tensor) -> None:
         """The current stream uses a tensor: its memory is not used again before that is over."""
@@ -251,10 +256,11 @@ class Races(TorchDispatchMode):
         return tensor.untyped_storage()._cdata in self._on_host
 
     def _flush(self, insert: int = 0) -> None:
-        """Note how many operators were queued since the event before."""
+        """Note how many operators were queued on the current stream since the event before; ``insert``: which
+        is one of so many that have been noted already."""
         if self._since:
             events = self._recording.events
-            events.insert(len(events) - (insert or 1), Computed(self._since))
+            events.insert(len(events) - insert, Computed(self._since, self.current))
             self._since = 0
 
 

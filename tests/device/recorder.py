@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hexad.comm import collectives
 
-NAME = "recorded"
+NAME, COMPUTE = "recorded", "compute"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Call:
         dtype: of the elements.
         peer: the other end's place in the group, of messages; the source of a broadcast.
         batch: number of the batch that the message was started in; None of one started by itself.
+        stream: that it was started from, whose earlier work it follows.
     """
 
     number: int
@@ -54,13 +55,15 @@ class Call:
     dtype: str
     peer: int | None = None
     batch: int | None = None
+    stream: str = COMPUTE
 
 
 @dataclass(frozen=True)
 class Waited:
-    """The computing stream waits for a call."""
+    """A stream waits for a call."""
 
     number: int
+    stream: str = COMPUTE
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,15 @@ class Computed:
     """Operators that run between two events."""
 
     operators: int
+    stream: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """What a stream does next follows what another one has been asked for."""
+
+    stream: str
+    before: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class Agreed:
     number: int
 
 
-Event = Created | Call | Waited | Computed | Synchronised | Agreed
+Event = Created | Call | Waited | Computed | Ordered | Synchronised | Agreed
 
 
 class Observer(Protocol):
@@ -103,6 +115,7 @@ class Recording:
     observers: list[Observer] = field(default_factory=list)
     alone: bool = False
     batch: int | None = None
+    stream: str = COMPUTE
     numbers: Iterator[int] = field(default_factory=count)
     batches: Iterator[int] = field(default_factory=count)
     agreements: Iterator[int] = field(default_factory=count)
@@ -127,7 +140,7 @@ class Work:
                 self._inner.wait()
             with _disable_current_modes():
                 self._last()
-        self._recording.events.append(Waited(self._call.number))
+        self._recording.events.append(Waited(self._call.number, self._recording.stream))
         for observer, token in zip(self._recording.observers, self._tokens):
             observer.waited(token)
         self._held = None
@@ -174,7 +187,8 @@ class Recorded(dist.ProcessGroup):
         tensor = (*reads, *writes)[0]
         batch = recording.batch if kind in ("send", "receive") else None
         nbytes = sum(part.nbytes for part in reads or writes)
-        made = Call(next(recording.numbers), self.label, kind, nbytes, str(tensor.dtype), peer, batch)
+        number, dtype = next(recording.numbers), str(tensor.dtype)
+        made = Call(number, self.label, kind, nbytes, dtype, peer, batch, recording.stream)
         recording.events.append(made)
         tokens = [observer.launched(made, reads, writes) for observer in recording.observers]
         with _disable_current_modes():

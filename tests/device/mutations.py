@@ -133,16 +133,16 @@ def _given_back_while_gathered(races: Races) -> list[Patch]:
 
 def _not_held(races: Races) -> list[Patch]:
     """Work does not hold its tensors until it has been waited for."""
-    original = recorder.Recorded._call
+    original = recorder.Recorded.forward
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> recorder.Work:
-        work = original(self, *args, **kwargs)
-        last, kept = work._last, work._inner
-        work._inner = mock.Mock(wait=lambda: (kept and kept.wait(), last()))
-        work._held, work._last = (), lambda: None
+    def forward(self: Any, kind: str, *args: Any, **kwargs: Any) -> recorder.Work:
+        work = original(self, kind, *args, **kwargs)
+        if kind not in ("send", "receive"):
+            work._inner.wait()  # gloo's holds them, too
+            work._inner, work._held = None, ()
         return work
 
-    return [mock.patch.object(recorder.Recorded, "_call", call)]
+    return [mock.patch.object(recorder.Recorded, "forward", forward)]
 
 
 def _written_after(target: Any, name: str, argument: int) -> Callable[[Races], list[Patch]]:

@@ -63,7 +63,9 @@ def _some(every: object, quick: tuple[str, ...]) -> list[object]:
 def test_nothing_races_and_nothing_hangs(name: str, pool: Pool) -> None:
     ranks = scenarios.run(pool, SCENARIOS[name])
     assert sorted({race for seen in ranks for race in seen.races}) == []
-    assert nccl.play({rank: seen.events for rank, seen in enumerate(ranks)}).problems == []
+    programs = {rank: seen.events for rank, seen in enumerate(ranks)}
+    for lazily in (False, True):
+        assert nccl.play(programs, lazily=lazily).problems == []
 
 
 @pytest.mark.parametrize("name", _some(MUTATIONS, NOTICED))

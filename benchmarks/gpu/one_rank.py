@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.forwarding import Exchange, Forwarding
 from torch import Tensor
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
@@ -31,7 +32,6 @@ from hexad.planning.memory import predict
 from hexad.topology import mesh as meshes
 from hexad.topology.cluster import peak_flops
 from hexad.topology.layout import Level, Tree
-from tests.forwarding import Exchange, Forwarding
 
 from .device import Bench
 from .profile import profiled

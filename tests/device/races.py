@@ -21,8 +21,8 @@ GPU's memory is copied to or from pageable memory, which orders more than is ass
 
 from __future__ import annotations
 
+import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,13 +111,13 @@ class Races(TorchDispatchMode):
 
     Attributes:
         found: a line per race.
-        operators: how many were seen.
+        waits: places of the package that have waited for a collective.
     """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.operators = 0
+        self.waits: set[str] = set()
         self._recording = recording
         self._clocks: dict[str, Clock] = {COMPUTE: {}, HOST: {}}
         self._memory: dict[int, _Memory] = {}
@@ -131,7 +131,6 @@ class Races(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.operators += 1
         self._since += 1
         result = function(*args, **kwargs)
         self._allocated(args, kwargs, result)
@@ -199,12 +198,12 @@ class Races(TorchDispatchMode):
             memory.streams.add(stream)
             if not self._ordered(memory.owner, memory.since, stream):
                 self._report(
-                    f"{_words(access)}{_caller(what)}, not ordered after its allocation on {memory.owner}"
+                    f"{_words(access)}{_caller()}, not ordered after its allocation on {memory.owner}"
                 )
         if len(memory.streams) > 1:
             for other in memory.accesses.values():
                 if not self._ordered(other.stream, other.time, stream) and access.conflicts(other):
-                    self._report(f"{_words(access)}{_caller(what)}, not ordered after {_words(other)}")
+                    self._report(f"{_words(access)}{_caller()}, not ordered after {_words(other)}")
         if stream != COMPUTE and not stream.startswith(HOST):
             self._follow(storage, memory)
         memory.accesses[stream, access.low, access.high, write] = access
@@ -226,7 +225,7 @@ class Races(TorchDispatchMode):
         for access in memory.accesses.values():
             unknown = access.stream not in memory.recorded and not access.stream.startswith(HOST)
             if unknown and not self._ordered(access.stream, access.time, memory.owner):
-                self._report(f"memory freed{_caller('')} while in use: {_words(access)}")
+                self._report(f"memory freed{_caller()} while in use: {_words(access)}")
 
     def _report(self, what: str) -> None:
         if what not in self.found:
@@ -239,7 +238,7 @@ class Races(TorchDispatchMode):
         self._flush()
         stream = f"communicator {call.group}"
         _merge(self._clocks.setdefault(stream, {}), self._clocks[self.current])
-        self.access(stream, f"{call.kind}{_caller(call.kind)}", reads, writes)
+        self.access(stream, f"{call.kind}{_caller()}", reads, writes)
         for tensor in (*reads, *writes) if call.message else ():
             if tensor.numel():
                 self._memory[_key(tensor)].recorded.add(stream)
@@ -248,6 +247,7 @@ class Races(TorchDispatchMode):
     def waited(self, token: tuple[str, Clock]) -> None:
         """The current stream waits for a collective."""
         self._flush()
+        self.waits.update(places()[:1])
         _merge(self._clocks[self.current], token[1])
 
     # Streams and the host
@@ -381,12 +381,21 @@ def _words(access: Access) -> str:
     return f"{access.what} {done} bytes {access.low} to {access.high} on stream {access.stream}"
 
 
-def _caller(what: str) -> str:
-    """Where in the package something was called."""
-    frames = [frame for frame in traceback.extract_stack() if "/hexad/" in frame.filename]
-    inner = [frame for frame in frames if "/comm/" not in frame.filename][-2:]
-    places = (f"{frame.filename.rpartition('/hexad/')[2]}:{frame.name}" for frame in reversed(inner))
-    return f" ({', from '.join(places)})" if inner else ""
+def places() -> list[str]:
+    """Where in the package, but for ``comm``, something is called: innermost function first."""
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/hexad/" in name and "/comm/" not in name:
+            found.append(f"{name.rpartition('/hexad/')[2]}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
+
+
+def _caller() -> str:
+    inner = places()[:2]
+    return f" ({', from '.join(inner)})" if inner else ""
 
 
 class SimulatedStreams(streams.Streams):

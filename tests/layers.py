@@ -26,10 +26,10 @@ CPU = torch.device("cpu")
 
 
 def shard_of(
-    axis: Axis | None = None, sequence: bool = False, dtype: torch.dtype = torch.float64, fp8: bool = False
+    axis: Axis | None = None, sequence: bool = False, dtype: torch.dtype = torch.float64, **how: bool
 ) -> Shard:
     """This rank's shard on a tensor axis."""
-    return Shard({"tensor": axis or Axis("tensor")}, sequence, dtype, CPU, fp8=fp8)
+    return Shard({"tensor": axis or Axis("tensor")}, sequence, dtype, CPU, **how)
 
 
 def whole_model(model: ModelSettings, shard: Shard, recompute: Recompute = Recompute()) -> Transformer:  # noqa: B008

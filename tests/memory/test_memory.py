@@ -158,6 +158,7 @@ def _case(world: int, **groups: dict[str, Any]) -> tuple[int, Groups]:
 
 
 BF16, FP8 = {"dtype": "bf16"}, {"dtype": "fp8"}
+ALL_IN_FP8 = FP8 | {"fp8_weight_gradients": True}
 # Few tokens, so that copies of weights make the peak.
 LARGE_WEIGHTS: Groups = {
     "model": {"layers": 2, "hidden": 128, "ffn_hidden": 512, "vocab": 112},
@@ -175,6 +176,8 @@ FEW = [
     _case(1, precision=FP8, **LARGE_WEIGHTS),
     _case(2, precision=FP8, parallel={"data": 2, "zero": 3}, **LARGE_WEIGHTS),
     _case(2, precision=FP8, parallel={"tensor": 2}, **LARGE_WEIGHTS),
+    _case(1, precision=ALL_IN_FP8, **LARGE_WEIGHTS),
+    _case(2, precision=ALL_IN_FP8, parallel={"pipeline": 2, "schedule": "zb_h1"}, **LARGE_WEIGHTS),
     _case(2, parallel={"context": 2}),
     _case(
         2,

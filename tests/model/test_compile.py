@@ -14,6 +14,7 @@ from hexad.config import ConfigError
 from hexad.engine import language
 from hexad.model import dropout, ops, residual
 from hexad.parallel import pointwise
+from hexad.parallel.context import attention
 from hexad.parallel.tensor import fp8, loss
 
 from ..small import config_of, engine_of, microbatches
@@ -107,8 +108,11 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     heads, angles = random(tokens, 3, 12), torch.rand(tokens, 1, 6).to(dtype)
     logits, labels = random(tokens, 257), torch.arange(tokens) * 5
     highest, sums = torch.rand(tokens) + 3, torch.rand(tokens) + 1
+    lses = torch.rand(tokens, 3), torch.rand(3, tokens).t()
+    lses[0][0], lses[0][1], lses[1][1] = -torch.inf, -torch.inf, -torch.inf
     return {
         "narrowed": (fp8._narrowed, (x, torch.float8_e4m3fn)),
+        "transposed": (fp8._transposed, (x, torch.float8_e5m2)),
         "rms_forward": (ops.rms_forward, (x, weight, 1e-5)),
         "swiglu_forward": (ops._swiglu_forward, (inner,)),
         "swiglu_backward": (ops._swiglu_backward, (gradient, inner)),
@@ -119,13 +123,14 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "add_layer": (residual._add_norm, (True, x, y, rows, constants, [weight, weight], 1e-5)),
         "rms_backward": (ops.rms_backward, (gradient, x, scale, weight)),
         "statistics": (loss._statistics, (logits, labels, 0, 251)),
+        "merge": (attention._merge_, (heads + 1, lses[0], heads, lses[1])),
         "gradient": (loss._gradient_, (logits, labels, 0, 251, highest, sums, torch.tensor(0.3))),
     }
 
 
-# Sums over tokens are kernels of their own; so is the gathering of targets, and in 8 bits a maximum
-# and the scale.
-_KERNELS = {"narrowed": 3, "rms_backward": 2, "statistics": 2}
+# Sums over tokens are kernels of their own; so are the gathering of targets, in 8 bits a maximum and the
+# scale, and what is one number per head.
+_KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2}
 
 
 _QUICK = ("add_rms", "swiglu_backward")
@@ -155,8 +160,8 @@ def test_a_pointwise_function_is_one_kernel(name: str) -> None:
     with torch._inductor.config.patch(force_disable_caches=True, _post_fusion_custom_pass=count):
         result = pointwise.maybe_compiled(function, True)(*arguments)
     assert len(kernels) == _KERNELS.get(name, 1)
-    if wanted is None:  # it overwrites its first argument
-        result, wanted = arguments[0], copies[0]
+    if wanted is None:  # it overwrites arguments
+        result, wanted = arguments, copies
     torch.testing.assert_close(result, wanted)
 
 

@@ -3,6 +3,7 @@
 ``torch._scaled_mm`` runs on CPUs too, slowly: what follows needs no GPU, only the refusal is not asked for.
 """
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -111,16 +112,35 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     assert torch.isnan(fp8.input_gradient(x, weight)[3]).all()
 
 
-def test_under_plain_autograd() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_in_the_format_of_the_sum(dtype: torch.dtype) -> None:
+    gradient, x = normal(32, 48, seed=1).bfloat16(), normal(32, 16, seed=2).bfloat16()
+    fresh = torch.full((48, 16), torch.nan, dtype=dtype)
+    fp8.add_weight_gradient(fresh, gradient, x, True)
+    assert BF16 < off(fresh, gradient.double().t() @ x.double()) < (E5M2 + E4M3) / 2
+    total = torch.full((48, 16), 3.0, dtype=dtype)
+    fp8.add_weight_gradient(total, gradient, x, False)
+    assert torch.equal(total, fresh + 3)
+    bad = x.clone()
+    bad[3, 4] = torch.inf
+    fp8.add_weight_gradient(total, gradient, bad, False)
+    assert torch.isnan(total[:, 4]).all()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_under_plain_autograd(narrow: bool) -> None:
     leaves = [normal(*shape, seed=i).bfloat16() for i, shape in enumerate([(16, 32), (48, 32), (48,)])]
     x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
     upstream = normal(16, 48, seed=7).bfloat16()
-    y = fp8.linear(x, weight, bias)
+    y = fp8.linear(x, weight, bias, narrow)
     y.backward(upstream)
     assert x.grad is not None and weight.grad is not None and bias.grad is not None
     assert torch.equal(y, fp8.product(x, weight, bias))
     assert torch.equal(x.grad, fp8.input_gradient(upstream, weight))
-    assert torch.equal(weight.grad, upstream.t() @ x)
+    wanted = upstream.t() @ x
+    if narrow:
+        fp8.add_weight_gradient(wanted, upstream, x, True)
+    assert torch.equal(weight.grad, wanted)
     assert torch.equal(bias.grad, upstream.sum(0))
 
 
@@ -131,12 +151,12 @@ def _linear(sequence: bool, row: bool) -> LinearSpec:
     return LinearSpec("layer", INPUTS, {"layer": OUTPUTS}, row, sequence, True, 0.1, "layer")
 
 
-def share(kind: str, sequence: bool, deferred: bool) -> dict[str, torch.Tensor]:
+def share(kind: str, sequence: bool, deferred: bool, narrow: bool) -> dict[str, torch.Tensor]:
     """One rank's output and gradients of a layer, all in float64, whole where they are not divided."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
     sequence = sequence and world > 1
-    shard = shard_of(axis, sequence, torch.bfloat16, fp8=True)
+    shard = shard_of(axis, sequence, torch.bfloat16, fp8=True, fp8_weight_gradients=narrow)
     whole = {"weight": normal(OUTPUTS, INPUTS, seed=2), "bias": normal(OUTPUTS, seed=4)}
     x, upstream = normal(TOKENS, INPUTS, seed=1).bfloat16(), normal(TOKENS, OUTPUTS, seed=3).bfloat16()
     if kind == "column":
@@ -163,16 +183,25 @@ def share(kind: str, sequence: bool, deferred: bool) -> dict[str, torch.Tensor]:
     }
 
 
+def emulated(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What 8 bits and one scale hold of float64 values."""
+    scale = 2.0 ** (torch.finfo(dtype).max / values.abs().max()).log2().floor()
+    return (values * scale).float().to(dtype).double() / scale
+
+
 @pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("world", "sequence"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_a_layer_is_near_float64(kind: str, world: int, sequence: bool, deferred: bool, pool: Pool) -> None:
+def test_a_layer_is_near_float64(
+    kind: str, world: int, sequence: bool, narrow: bool, deferred: bool, pool: Pool
+) -> None:
     x, weight, upstream = (
         normal(TOKENS, INPUTS, seed=1),
         normal(OUTPUTS, INPUTS, seed=2),
         normal(TOKENS, OUTPUTS, seed=3),
     )
-    parts = pool.run(world, share, kind, sequence, deferred)
+    parts = pool.run(world, share, kind, sequence, deferred, narrow)
     column = kind == "column"
 
     def joined(name: str, dim: int | None) -> torch.Tensor:
@@ -191,8 +220,13 @@ def test_a_layer_is_near_float64(kind: str, world: int, sequence: bool, deferred
     # Two roundings of e4m3, or one of e5m2 and one of e4m3, halved as their signs differ.
     assert BF16 < off(y, x @ weight.t() + normal(OUTPUTS, seed=4)) < E4M3
     assert BF16 < off(grad_x, upstream @ weight) < (E5M2 + E4M3) / 2
-    # These are not multiplied in 8 bits.
-    assert off(grad_weight, upstream.t() @ x) < BF16
+    if narrow:  # sums of 8-bit products are exact but for float32's rounding
+        exact = emulated(upstream, torch.float8_e5m2).t() @ emulated(x, torch.float8_e4m3fn)
+        assert off(grad_weight, exact) < 1e-6
+        assert BF16 < off(grad_weight, upstream.t() @ x) < (E5M2 + E4M3) / 2
+    else:
+        assert off(grad_weight, upstream.t() @ x) < BF16
+    # These are not multiplied.
     assert off(bias, upstream.sum(0)) < BF16
 
 
@@ -243,10 +277,19 @@ def test_training_stays_near_bf16(pool: Pool) -> None:
     assert narrow[0] != wide[0]
 
 
+NARROW = {"fp8_weight_gradients": True}
+
+
 @pytest.fixture(scope="module")
-def alone(pool: Pool) -> list[float]:
-    """The losses of one process."""
-    return pool.run(1, losses_of, config_of(DEFAULTS))[0]
+def alone(pool: Pool) -> list[list[float]]:
+    """The losses of one process, without and with weight gradients in 8 bits."""
+    return [pool.run(1, losses_of, config_of(DEFAULTS, precision=how))[0] for how in ({}, NARROW)]
+
+
+def test_weight_gradients_in_eight_bits_stay_near_the_others(alone: list[list[float]]) -> None:
+    without, narrow = alone
+    assert narrow == pytest.approx(without, rel=0.01)
+    assert narrow[0] == without[0] and narrow[1] != without[1]
 
 
 @pytest.mark.parametrize(
@@ -263,23 +306,25 @@ def alone(pool: Pool) -> list[float]:
         ({"parallel": {"tensor": 2, "sequence": False}, "memory": {"recompute": "full"}}, 2 * BF16),
     ],
 )
+@pytest.mark.parametrize("narrow", [False, True])
 def test_layouts_stay_near_one_process(
-    groups: dict[str, Any], tolerance: float, pool: Pool, alone: list[float]
+    groups: dict[str, Any], tolerance: float, narrow: bool, pool: Pool, alone: list[list[float]]
 ) -> None:
     parallel = groups.get("parallel", {})
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    if narrow:
+        groups = groups | {"precision": groups.get("precision", {}) | NARROW}
     losses = pool.run(world, losses_of, config_of(DEFAULTS, **groups))[0]
-    assert losses == pytest.approx(alone, rel=tolerance, abs=0)
+    assert losses == pytest.approx(alone[narrow], rel=tolerance, abs=0)
 
 
-def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
-    """The losses of four steps on this rank, and how often it rounded a weight; without ``keep`` for every
-    product."""
-    weights = 0
+def _rounded(config: Config, keep: bool) -> tuple[list[float], Counter[str]]:
+    """The losses of four steps on this rank, and how often it rounded and transposed a weight; without
+    ``keep`` for every product."""
+    weights: Counter[str] = Counter()
 
     def again(weight: torch.Tensor, name: str, compute: Any) -> Any:
-        nonlocal weights
-        weights += 1
+        weights[name] += 1
         return compute()
 
     def once(weight: torch.Tensor, name: str, compute: Any) -> Any:
@@ -295,16 +340,18 @@ def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize(
-    ("groups", "rounded"),
+    ("groups", "rounded", "transposed"),
     [
-        ({}, 1),
-        ({"memory": {"recompute": "full"}}, 1),
-        ({"parallel": {"data": 2, "zero": 2}}, 1),
-        ({"parallel": {"data": 2, "zero": 3}}, 4),  # forward and backward of two microbatches
-        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}, "memory": {"offload": "optimizer"}}, 1),
+        ({}, 1, 1),
+        ({"memory": {"recompute": "full"}}, 1, 1),
+        ({"parallel": {"data": 2, "zero": 2}}, 1, 1),
+        ({"parallel": {"data": 2, "zero": 3}}, 4, 2),  # forward and backward of two microbatches
+        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}, "memory": {"offload": "optimizer"}}, 1, 1),
     ],
 )
-def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int, pool: Pool) -> None:
+def test_a_weight_is_rounded_and_transposed_once_per_step(
+    groups: dict[str, Any], rounded: int, transposed: int, pool: Pool
+) -> None:
     """And again after it has changed: the losses are those of rounding it for every product."""
     config = config_of(DEFAULTS, **groups)
     world = config.parallel.pipeline * (2 if "data" in groups.get("parallel", {}) else 1)
@@ -313,7 +360,7 @@ def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int,
         pool.run(world, _rounded, config, True), pool.run(world, _rounded, config, False)
     ):
         assert losses == wanted
-        assert times == 4 * matrices * rounded
+        assert times == {"e4m3": 4 * matrices * rounded, "e4m3 transposed": 4 * matrices * transposed}
 
 
 def test_gpt2_with_its_biases(pool: Pool) -> None:

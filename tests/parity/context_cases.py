@@ -71,3 +71,4 @@ CONTEXT_GRID = (
     _odd(Case(VARIANTS[6], context=4)),
 )
 CONTEXT_TRIPLES = covering(EVERY_CONTEXT, CONTEXT_SETTINGS, 3)
+COMPILED_CONTEXT = tuple(replace(case, compile="pointwise") for case in CONTEXT_PAIRS[:3])

@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 
 from ..pool import Pool
-from .context_cases import CONTEXT_GRID, CONTEXT_PAIRS, CONTEXT_SETTINGS, CONTEXT_TRIPLES, EVERY_CONTEXT
+from .context_cases import (
+    COMPILED_CONTEXT,
+    CONTEXT_GRID,
+    CONTEXT_PAIRS,
+    CONTEXT_SETTINGS,
+    CONTEXT_TRIPLES,
+    EVERY_CONTEXT,
+)
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -101,6 +108,7 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
         *EVERY_COPIED,
         *EVERY_ADAPTED,
         *CONTEXT_TRIPLES,
+        *COMPILED_CONTEXT,
     ),
     ids=name_of,
 )

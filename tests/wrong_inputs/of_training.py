@@ -169,6 +169,10 @@ TRAIN = (
     ),
     ("train run.yaml precision.reduce=bf16", "precision.reduce: found bf16 with precision.dtype fp64"),
     (
+        "train run.yaml precision.fp8_weight_gradients=true",
+        "precision.fp8_weight_gradients: found true with precision.dtype fp64; it needs dtype fp8: remove it",
+    ),
+    (
         "train run.yaml precision.accumulate=bf16",
         "precision.accumulate: found bf16 with precision.reduce fp32; it needs reduce: bf16, or use fp32",
     ),

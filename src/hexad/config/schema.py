@@ -39,10 +39,10 @@ class RunSettings(Settings):
     timeout: Annotated[PositiveFloat, Field(le=10**9)] = 600.0
     """Seconds a collective may wait for its peers before the run is stopped."""
     compile: Literal["auto", "none", "pointwise", "full"] = "auto"
-    """What ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations, dropout and the
-    loss, each by itself, in every layout. ``full``: besides, every transformer block as a whole (needs
-    ``parallel.tensor: 1``). ``auto``: ``pointwise`` on GPUs, ``none`` on CPUs. ``true`` and ``false`` of
-    earlier versions are ``full`` and ``none``."""
+    """What ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations, dropout, the
+    merging of context parallel blocks and the loss, each by itself, in every layout. ``full``: besides, every
+    transformer block as a whole (needs ``parallel.tensor: 1``). ``auto``: ``pointwise`` on GPUs, ``none`` on
+    CPUs. ``true`` and ``false`` of earlier versions are ``full`` and ``none``."""
     deterministic: bool = False
     """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
     error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""
@@ -239,6 +239,9 @@ class PrecisionSettings(Settings):
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients of microbatches are added up on a rank; ``bf16`` with ``reduce: bf16``
     only."""
+    fp8_weight_gradients: bool = False
+    """Whether fp8 runs multiply in 8 bits for weight gradients too, the third of a linear layer's products:
+    inputs in e4m3, output gradients in e5m2. They are accumulated as otherwise."""
     loss_scale: Literal["dynamic"] | LossScale = "dynamic"
     """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: LossScale = 65536.0

@@ -99,7 +99,13 @@ def training_shard(config: Config, mesh: Mesh) -> Shard:
     """Which shard of every layer this rank holds for training, and how."""
     dtype = config.precision.dtype
     shard = make_shard(config.parallel, mesh, DTYPES[dtype])
-    return replace(shard, deferred=True, fp8=dtype == "fp8", compiled=compiles(config.run, mesh.device))
+    return replace(
+        shard,
+        deferred=True,
+        fp8=dtype == "fp8",
+        fp8_weight_gradients=config.precision.fp8_weight_gradients,
+        compiled=compiles(config.run, mesh.device),
+    )
 
 
 def compiles(run: RunSettings, device: torch.device) -> bool:

@@ -143,4 +143,5 @@ class Attention(nn.Module):
             slice_, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )
         kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
-        return attention_over_ranks(q, k, v, KeyExchange(steps, self.ring, self.method), kernel)
+        exchange = KeyExchange(steps, self.ring, self.method)
+        return attention_over_ranks(q, k, v, exchange, kernel, self.compiled)

@@ -7,7 +7,7 @@ own. Under plain autograd, without such an accumulator, the same functions retur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,36 +33,9 @@ class Dense(NamedTuple):
             total.add_(self.values)
 
 
-class WeightGradient(NamedTuple):
-    """A weight gradient to be computed: ``output_gradient.T @ inputs``; of a weight that is a stack of
-    matrices, one such product for each, of the rows that it has multiplied.
-
-    Attributes:
-        output_gradient: ``[tokens, out]``.
-        inputs: ``[tokens, in]``, or this rank's tokens of them where ``gather`` is given.
-        gather: the axis over which the inputs are divided; only of products that are deferred.
-        rows: of each matrix of a stack ``[matrices * out, in]``, in order; they add up to the tokens.
-    """
-
-    output_gradient: Tensor
-    inputs: Tensor
-    gather: Axis | None = None
-    rows: Sequence[int] | None = None
-
-    def add_to(self, total: Tensor, fresh: bool) -> None:
-        """As :meth:`Dense.add_to`; a float32 total of 16-bit operands in one product where the device has it,
-        elsewhere through a 16-bit temporary."""
-        if self.rows is None:
-            _add_product(total, self.output_gradient, self.inputs, fresh)
-            return
-        rows = list(self.rows)
-        matrices = total.view(len(rows), self.output_gradient.shape[1], self.inputs.shape[1])
-        for matrix, left, right in zip(matrices, self.output_gradient.split(rows), self.inputs.split(rows)):
-            _add_product(matrix, left, right, fresh)
-
-
 def _add_product(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -> None:
-    """Add ``gradient.T @ inputs`` to ``total [out, in]``, or overwrite it."""
+    """Add ``gradient.T @ inputs`` to ``total [out, in]``, or overwrite it: a float32 total of 16-bit operands
+    in one product where the device has it, elsewhere through a 16-bit temporary."""
     left = gradient.t()
     if left.dtype == total.dtype:
         if fresh:
@@ -76,6 +49,39 @@ def _add_product(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -
             torch.addmm(total, left, inputs, out_dtype=total.dtype, out=total)
     else:
         Dense(left @ inputs).add_to(total, fresh)
+
+
+AddProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""Adds ``gradient.T @ inputs`` to a total, given total, gradient and inputs; or overwrites it."""
+
+
+class WeightGradient(NamedTuple):
+    """A weight gradient to be computed: ``output_gradient.T @ inputs``; of a weight that is a stack of
+    matrices, one such product for each, of the rows that it has multiplied.
+
+    Attributes:
+        output_gradient: ``[tokens, out]``.
+        inputs: ``[tokens, in]``, or this rank's tokens of them where ``gather`` is given.
+        gather: the axis over which the inputs are divided; only of products that are deferred.
+        rows: of each matrix of a stack ``[matrices * out, in]``, in order; they add up to the tokens.
+        add: computes the product, in the operands' format or another.
+    """
+
+    output_gradient: Tensor
+    inputs: Tensor
+    gather: Axis | None = None
+    rows: Sequence[int] | None = None
+    add: AddProduct = _add_product
+
+    def add_to(self, total: Tensor, fresh: bool) -> None:
+        """As :meth:`Dense.add_to`."""
+        if self.rows is None:
+            self.add(total, self.output_gradient, self.inputs, fresh)
+            return
+        rows = list(self.rows)
+        matrices = total.view(len(rows), self.output_gradient.shape[1], self.inputs.shape[1])
+        for matrix, left, right in zip(matrices, self.output_gradient.split(rows), self.inputs.split(rows)):
+            self.add(matrix, left, right, fresh)
 
 
 @cache
@@ -149,19 +155,20 @@ def weight_gradient(
     inputs: Tensor,
     gather: Axis | None = None,
     rows: Sequence[int] | None = None,
+    add: AddProduct = _add_product,
     aside: bool = False,
 ) -> Tensor | None:
     """``output_gradient [tokens, out].T @ inputs [tokens, in]``: contributed (returning None), or
     returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
-    ``rows`` is for a stack of matrices, see :class:`WeightGradient`. With ``aside`` the product is computed
-    while the next collective is under way that calls :func:`meanwhile`.
+    ``rows`` is for a stack of matrices, ``add`` computes the product, see :class:`WeightGradient`. With
+    ``aside`` it is computed while the next collective is under way that calls :func:`meanwhile`.
     """
     if not weight.requires_grad:
         return None
     # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    product = WeightGradient(output_gradient, inputs.detach(), gather, rows)
+    product = WeightGradient(output_gradient, inputs.detach(), gather, rows, add)
     accumulator = accumulator_of(weight)
     if aside and accumulator is not None:
         accumulator.set_aside(weight, product)

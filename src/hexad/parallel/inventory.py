@@ -272,6 +272,7 @@ class Execution:
         gradient: bytes of an element of the gradient buffers.
         reduced: bytes of an element of gradients when they are sent to other data ranks.
         fp8: products are computed in 8 bits.
+        fp8_weight_gradients: those of weight gradients too.
         rounded_once: weights are kept in 8 bits from their first product to the next update.
         cpu: on a CPU.
         compiled: pointwise functions are compiled.
@@ -291,6 +292,7 @@ class Execution:
     gradient: int = 4
     reduced: int = 4
     fp8: bool = False
+    fp8_weight_gradients: bool = False
     rounded_once: bool = False
     cpu: bool = True
     compiled: bool = False

@@ -36,6 +36,7 @@ class Shard:
         deferred: parameters have no memory of their own: an engine puts them into its buckets, so that a
             rank that keeps only its shard never holds a complete model.
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
+        fp8_weight_gradients: where they do, their weights' gradients too.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
             :class:`hexad.parallel.context.attention.KeyExchange`.
@@ -47,6 +48,7 @@ class Shard:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     deferred: bool = False
     fp8: bool = False
+    fp8_weight_gradients: bool = False
     compiled: bool = False
     method: Literal["ring", "all_gather"] = "ring"
 

@@ -431,6 +431,11 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             "precision.accumulate",
             f"found bf16 with precision.reduce {settings.reduce}; it needs reduce: bf16, or use fp32",
         )
+    if settings.fp8_weight_gradients and settings.dtype != "fp8":
+        yield ConfigError(
+            "precision.fp8_weight_gradients",
+            f"found true with precision.dtype {settings.dtype}; it needs dtype fp8: remove it",
+        )
     scaled, dynamic = settings.dtype == "fp16", settings.loss_scale == "dynamic"
     fields = type(settings).model_fields
     for name in (name for name in fields if name.startswith("loss_scale")):

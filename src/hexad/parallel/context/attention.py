@@ -15,6 +15,7 @@ from torch import Tensor
 from hexad.comm import Pending, all_gather_async, exchange_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
 
+from ..pointwise import maybe_compiled
 from .kernels import Kernel, Operands, Output, Results
 from .rounds import Round
 from .slice import Run
@@ -35,17 +36,20 @@ class KeyExchange:
     method: Literal["ring", "all_gather"] = "ring"
 
 
-def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
+def attention_over_ranks(
+    q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, compiled: bool = False
+) -> Tensor:
     """Causal attention of this rank's queries over the keys of all ranks.
 
     Args:
         q: ``[this rank's tokens, heads, width]``.
         k, v: ``[this rank's tokens, key/value heads, width]``.
+        compiled: see :mod:`hexad.parallel.pointwise`; of the merging of outputs.
 
     Returns:
         ``[this rank's tokens, heads * width]``.
     """
-    return _AttentionOverRanks.apply(q, k, v, exchange, kernel)
+    return _AttentionOverRanks.apply(q, k, v, exchange, kernel, compiled)
 
 
 class Merged:
@@ -57,9 +61,11 @@ class Merged:
 
     Args:
         q: the queries, ``[tokens, heads, width]``.
+        compiled: see :mod:`hexad.parallel.pointwise`.
     """
 
-    def __init__(self, q: Tensor) -> None:
+    def __init__(self, q: Tensor, compiled: bool = False) -> None:
+        self._compiled = compiled
         wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
         self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
@@ -67,19 +73,25 @@ class Merged:
     def add(self, rows: Run, part: Output) -> None:
         """Add the output of some queries, numbered from the first of ``rows`` on, over one more block."""
         whole, before = self.out[slice(*rows)][part.rows], self.lse[slice(*rows)][part.rows]
-        after = torch.logaddexp(before, part.lse)
-        unseen = after == -torch.inf  # -inf - -inf would be NaN
-        old, new = (
-            lse.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for lse in (before, part.lse)
-        )
-        whole.mul_(old).addcmul_(part.out.to(whole.dtype), new)
-        before.copy_(after)
+        maybe_compiled(_merge_, self._compiled)(whole, before, part.out, part.lse)
+
+
+def _merge_(whole: Tensor, before: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Overwrite ``whole [rows, heads, width]`` and its ``before [rows, heads]`` with the output over more
+    keys, given these keys' ``out`` and ``lse``."""
+    after = torch.logaddexp(before, lse)
+    unseen = after == -torch.inf  # -inf - -inf would be NaN
+    old, new = (part.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for part in (before, lse))
+    whole.mul_(old).addcmul_(out.to(whole.dtype), new)
+    before.copy_(after)
 
 
 class _AttentionOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
-        merged = Merged(q)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel, compiled: bool
+    ) -> Tensor:
+        merged = Merged(q, compiled)
         for round_, keys, values in _arrivals(k, v, exchange):
             for tile in round_.tiles:
                 columns = slice(*tile.columns)
@@ -115,7 +127,7 @@ class _AttentionOverRanks(torch.autograd.Function):
             returns.send(gradients, round_)
             del gradients
         total = returns.complete().to(k.dtype)
-        return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None
+        return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None, None
 
 
 Arrival = tuple[Round, Tensor, Tensor]

@@ -2,10 +2,11 @@
 
 Inputs and weights are rounded to e4m3 (3 bits of fraction, up to 448), gradients of outputs to e5m2 (2 bits,
 up to 57344), each after a multiplication that brings its largest magnitude just under the format's ("current
-scaling": nothing is remembered from step to step). Sums are float32, results in the operands' format.
+scaling": nothing is remembered from step to step). Sums are float32, results in the operands' format, weight
+gradients in that in which they are accumulated.
 
-A weight is rounded once per step where it stays in memory, in every pass in ZeRO 3 and under ``run.compile:
-full``.
+A weight is rounded once per step where it stays in memory, and transposed once for backward passes; in every
+pass in ZeRO 3 and under ``run.compile: full``.
 
 Scales are powers of two: multiplying by them is exact even in bf16, results scale with their operands to the
 last bit, and a tensor's maximum matters only to the rounding of numbers too small for the format.
@@ -40,16 +41,39 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Narrow:
     return (x.contiguous() * scale).to(dtype), scale.reciprocal()
 
 
+def _transposed(x: Tensor, dtype: torch.dtype) -> Narrow:
+    """As :func:`_narrowed`, of ``[rows, columns]`` the transposed, contiguous."""
+    values, undo = _narrowed(x, dtype)
+    return values.t().contiguous(), undo
+
+
 def _narrowed_weight(weight: Tensor, compiled: bool) -> Narrow:
     """A weight in e4m3: made once for the microbatches of a step, their forward and backward passes."""
     narrow: Callable[..., Narrow] = maybe_compiled(_narrowed, compiled)
     return derived(weight, "e4m3", lambda: narrow(weight.detach(), torch.float8_e4m3fn))
 
 
+def _transposed_weight(weight: Tensor, compiled: bool) -> Narrow:
+    """As :func:`_narrowed_weight`, ``[out, in]`` whose columns are contiguous: the units multiply rows by
+    columns that are both contiguous along the sum."""
+
+    def transposed() -> Narrow:
+        narrow, undo = _narrowed_weight(weight, compiled)
+        return narrow.t().contiguous().t(), undo
+
+    return derived(weight, "e4m3 transposed", transposed)
+
+
 def _multiply(
-    left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: Tensor | None = None
+    left: Narrow,
+    right: Narrow,
+    dtype: torch.dtype,
+    fast: bool,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``left @ right + bias`` in ``dtype``; ``fast``: partial sums may be kept with fewer bits.
+    """``left @ right + bias`` in ``dtype``, in ``out`` where given; ``fast``: partial sums may be kept with
+    fewer bits.
 
     Some CPUs' kernels multiply an operand by its scale before they multiply operands, which overflows: there
     one scale stands for both.
@@ -58,7 +82,7 @@ def _multiply(
     if x.device.type == "cpu":
         scale, other = scale * other, torch.ones_like(other)
     return torch._scaled_mm(
-        x, y, scale_a=scale, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=fast
+        x, y, scale_a=scale, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=out
     )
 
 
@@ -76,25 +100,41 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, compiled: boo
 def input_gradient(gradient: Tensor, weight: Tensor, compiled: bool = False) -> Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
     narrow = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
-    narrow_weight, undo = _narrowed_weight(weight, compiled)
-    # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
-    return _multiply(narrow, (narrow_weight.t().contiguous().t(), undo), gradient.dtype, False)
+    return _multiply(narrow, _transposed_weight(weight, compiled), gradient.dtype, False)
+
+
+def add_weight_gradient(
+    total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool, compiled: bool = False
+) -> None:
+    """Add ``gradient^T inputs`` of ``[tokens, out]`` and ``[tokens, in]`` to ``total [out, in]``, or
+    overwrite it; every size a multiple of 16."""
+    narrow = maybe_compiled(_transposed, compiled)
+    left, (rows, undo) = narrow(gradient, torch.float8_e5m2), narrow(inputs, torch.float8_e4m3fn)
+    product = _multiply(left, (rows.t(), undo), total.dtype, False, out=total if fresh else None)
+    if not fresh:
+        total += product
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, narrow: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.bias = bias is not None
+        ctx.bias, ctx.narrow = bias is not None, narrow
         return product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradient.contiguous()
-        return input_gradient(gradient, weight), gradient.t() @ x, gradient.sum(0) if ctx.bias else None
+        if ctx.narrow:
+            grad_weight = torch.empty_like(weight)
+            add_weight_gradient(grad_weight, gradient, x, fresh=True)
+        else:
+            grad_weight = gradient.t() @ x
+        return input_gradient(gradient, weight), grad_weight, gradient.sum(0) if ctx.bias else None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """:func:`product` under plain autograd; the weight's gradient is computed in the operands' format."""
-    return _Linear.apply(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, weight_gradients: bool = False) -> Tensor:
+    """:func:`product` under plain autograd; the weight's gradient is computed in the operands' format, or
+    with ``weight_gradients`` in 8 bits too."""
+    return _Linear.apply(x, weight, bias, weight_gradients)

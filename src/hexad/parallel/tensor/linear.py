@@ -7,6 +7,7 @@ scatters act on dim 0 and move contiguous memory.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,6 +160,21 @@ def _input_gradient(gradient: Tensor, weight: Tensor, shard: Shard) -> Tensor:
     return fp8.input_gradient(gradient, weight, shard.compiled) if shard.fp8 else gradient @ weight
 
 
+def _weight_gradient(
+    weight: Tensor,
+    gradient: Tensor,
+    inputs: Tensor,
+    shard: Shard,
+    gather: Axis | None = None,
+    aside: bool = False,
+) -> Tensor | None:
+    """As :func:`weight_gradient`, in the layer's format."""
+    if not (shard.fp8 and shard.fp8_weight_gradients):
+        return weight_gradient(weight, gradient, inputs, gather, aside=aside)
+    add = partial(fp8.add_weight_gradient, compiled=shard.compiled)
+    return weight_gradient(weight, gradient, inputs, gather, add=add, aside=aside)
+
+
 def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     """The products of all layers, side by side: ``[tokens, sum of outputs]``."""
     if len(layers) == 1:
@@ -229,7 +245,7 @@ class _ColumnLinear(torch.autograd.Function):
         gather = axis if sequence and later else None
         results: list[Tensor | None] = []
         for part, (weight, bias) in zip(gradients, ctx.layers):
-            results += [weight_gradient(weight, part, x, gather), bias_gradient(bias, part)]
+            results += [_weight_gradient(weight, part, x, ctx.shard, gather), bias_gradient(bias, part)]
         if adapters is not None:
             results += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
         if reducing is not None and not sequence:  # else the next gather has nothing else beside it
@@ -283,7 +299,7 @@ class _RowLinear(torch.autograd.Function):
             gradient = gathering.wait()
         grad_x = _input_gradient(gradient, ctx.weight, ctx.shard) if ctx.needs_input_grad[0] else None
         aside = ctx.shard.tensor.size > 1
-        results = [weight_gradient(ctx.weight, gradient, x, aside=aside), None, None, None]
+        results = [_weight_gradient(ctx.weight, gradient, x, ctx.shard, aside=aside), None, None, None]
         if adapters is not None:
             inner_gradient = adapters.inner_gradient(gradient)
             if grad_x is not None:
@@ -301,7 +317,10 @@ def _plain(shard: Shard) -> bool:
 def _plain_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard, adapters: Adapters | None = None
 ) -> Tensor:
-    y = (fp8.linear if shard.fp8 else F.linear)(x, weight, bias)
+    if shard.fp8:
+        y = fp8.linear(x, weight, bias, shard.fp8_weight_gradients)
+    else:
+        y = F.linear(x, weight, bias)
     return y if adapters is None else adapters.added(y, x)
 
 

@@ -264,29 +264,39 @@ class LinearSpec:
         return run.whole(inputs) + run.mask(run.tokens * inputs)
 
     def weight_product(self, run: Execution) -> int:
-        """Bytes of the largest weight's gradient before it is added in another format."""
+        """Bytes of the largest weight's gradient before it is added in another format; in 8 bits with copies
+        of both operands, one after the other, each first scaled in 16 bits."""
         if not self._own_trained:
             return 0
+        if run.fp8_weight_gradients:
+            inputs = self.local(run)[0]
+            return max(self._eight_bit_product(run, inputs, outputs) for outputs in self._widths(run))
         return run.weight_product(self.local(run)[0] * max(self._widths(run)))
+
+    @staticmethod
+    def _eight_bit_product(run: Execution, inputs: int, outputs: int) -> int:
+        left, right = run.whole(outputs) // 2, run.whole(inputs) // 2
+        return max(3 * left, left + 3 * right, left + right + inputs * outputs * run.gradient)
 
     def eight_bits(self, run: Execution) -> int:
         """Bytes that the product for the input's gradient needs in 8 bits, its result included: copies of the
-        output's gradient and of the weight, first scaled in 16 bits, the weight's then transposed."""
+        output's gradient and of a weight that is not kept, first scaled in 16 bits, the weight's then
+        transposed."""
         if not run.fp8:
             return 0
         inputs, most, before = self.local(run)[0], 0, 0
         for outputs in self._widths(run):
             gradient, weight, result = run.whole(outputs) // 2, inputs * outputs, run.whole(inputs)
             if run.rounded_once:
-                needed = gradient + max(2 * gradient, weight + result)
+                needed = gradient + max(2 * gradient, result)
             else:
                 needed = gradient + max(3 * weight, 2 * weight + result)
             most, before = max(most, before + needed), result  # to which the next one's is added
         return most
 
     def rounded(self, run: Execution) -> int:
-        """Bytes of the weights that are kept in 8 bits."""
-        return self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
+        """Bytes of the weights that are kept in 8 bits, for forward passes and, transposed, for backward."""
+        return 2 * self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
 
     def backward(self, run: Execution, selective: bool, split: bool) -> Moment:
         """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and

@@ -10,7 +10,7 @@ from statistics import median
 
 from turns import Program, wall
 
-_LIMITED = {"full": False, "overlapped": True, "waiting": True, "alone": True, "free": False}
+_LIMITED = {"full": False, "overlapped": True, "at_once": True, "waiting": True, "alone": True, "free": False}
 """Kinds of steps, in the order of a round: whether the link has its limit."""
 
 

@@ -60,9 +60,16 @@ def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:
 
 def roofline(results: dict[str, Any]) -> Iterator[str]:
     """A row per model and tensor degree; before and after."""
-    columns = ("launches per layer", "ms per layer", "ms of the head", "MFU at most", "with collectives")
+    columns = (
+        "launches per layer",
+        "ms per layer",
+        "ms of the head",
+        "MFU at most",
+        "with waiting",
+        "exposed / sent ms",
+    )
     yield f"| model | tensor | {' | '.join(columns)} |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|"
     pairs = zip(results["bounds"][::2], results["bounds"][1::2])
     for before, after in pairs:
         figures = (
@@ -70,10 +77,11 @@ def roofline(results: dict[str, Any]) -> Iterator[str]:
             ("block_ms", ".2f"),
             ("head_ms", ".2f"),
             ("mfu_bound", ".2f"),
-            ("mfu_bound_collectives_exposed", ".2f"),
+            ("mfu_bound_timeline", ".2f"),
+            ("block_exposed_ms", ".2f"),
         )
         cells = " | ".join(f"{before[name]:{kind}} → {after[name]:{kind}}" for name, kind in figures)
-        yield f"| {after['model']} | {after['tensor']} | {cells} |"
+        yield f"| {after['model']} | {after['tensor']} | {cells} of {after['block_sent_ms']:.2f} |"
 
 
 def context_balance(results: dict[str, Any]) -> Iterator[str]:

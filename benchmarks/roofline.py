@@ -10,7 +10,9 @@ so do PyTorch's fused norms, and attention counts as FlashAttention does. An ope
 FLOPs and bytes at the rates that were measured on the GPU (:class:`hexad.topology.devices.Attainable`: an
 H100's 798 TFLOP/s in matrix products, 519 in attention, 3.0 TB/s), and 4 us per launch. ``before`` is the
 same without compiled functions, with weight gradients through a 16-bit temporary and 1,024 rows per slice of
-the loss. Collectives are listed apart, at 450 GB/s.
+the loss, and with row-parallel layers' weight gradients computed at once instead of beside a collective.
+Collectives, at 450 GB/s, are on a stream of their own: listed are the bounds with the waiting of this
+timeline, and with all of them exposed.
 
 MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token` and refers to the published peak
 (989 TFLOP/s). The embedding and the optimizer are left out, as is what smaller products do less well.
@@ -62,6 +64,9 @@ class Cost:
         rates: of the GPU.
         seconds, flops, nbytes, launches: by operator.
         sent: seconds of collectives, at the link's rate.
+        exposed: seconds of them for which the computing stream waits: the timeline of two streams, on which
+            operators and collectives follow each other as the code starts them.
+        now, link: the times that the computing stream and the communicator's have reached.
     """
 
     rates: Attainable
@@ -70,18 +75,35 @@ class Cost:
     nbytes: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
     sent: float = 0.0
+    exposed: float = 0.0
+    now: float = 0.0
+    link: float = 0.0
 
     def add(self, name: str, flops: float, nbytes: float, launches: int = 1) -> None:
         """An operator."""
         rate = self.rates.attention if name in ATTENTION else self.rates.products
-        self.seconds[name] += max(flops / rate, nbytes / self.rates.copies, launches * LAUNCH)
+        seconds = max(flops / rate, nbytes / self.rates.copies, launches * LAUNCH)
+        self.now += seconds
+        self.seconds[name] += seconds
         self.flops[name] += flops
         self.nbytes[name] += nbytes
         self.launches[name] += launches
 
+    def send(self, seconds: float) -> float:
+        """A collective that takes so long; returns when it is over."""
+        self.sent += seconds
+        self.link = max(self.link, self.now) + seconds
+        return self.link
+
+    def wait(self, end: float) -> None:
+        """The computing stream waits for what is over at ``end``."""
+        self.exposed += max(0.0, end - self.now)
+        self.now = max(self.now, end)
+
     def minus(self, other: Cost) -> Cost:
         """What this run did more."""
-        difference = Cost(self.rates, *map(Counter, self._counts), sent=self.sent - other.sent)
+        difference = Cost(self.rates, *map(Counter, self._counts))
+        difference.sent, difference.exposed = self.sent - other.sent, self.exposed - other.exposed
         for mine, theirs in zip(difference._counts, other._counts):
             mine.subtract(theirs)
         return difference
@@ -174,13 +196,38 @@ def _attention(counting: Counting) -> type[torch.autograd.Function]:
     return Attention
 
 
+class _Arriving(collectives.Pending):
+    """A collective on the timeline."""
+
+    def __init__(self, result: torch.Tensor, cost: Cost, seconds: float) -> None:
+        super().__init__(result)
+        self._cost, self._end = cost, cost.send(seconds)
+
+    def wait(self) -> torch.Tensor:
+        self._cost.wait(self._end)
+        return super().wait()
+
+
 class _Accumulator:
-    """Float32 gradients that have been contributed to before."""
+    """Float32 gradients that have been contributed to before; ``waits``: products are not set aside."""
 
     deferring = False
 
+    def __init__(self, waits: bool) -> None:
+        self._waits = waits
+        self._aside: list[tuple[torch.Tensor, Any]] = []
+
     def contribute(self, parameter: torch.Tensor, contribution: Any, last: bool = True) -> None:
         contribution.add_to(torch.empty(parameter.shape, dtype=torch.float32, device="meta"), False)
+
+    def set_aside(self, parameter: torch.Tensor, product: Any) -> None:
+        self._aside.append((parameter, product))
+        if self._waits:
+            self.compute_aside()
+
+    def compute_aside(self) -> None:
+        while self._aside:
+            self.contribute(*self._aside.pop(0))
 
 
 @contextmanager
@@ -195,8 +242,7 @@ def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
 
     def start(operation: str, axis: Axis, nbytes: int, result: torch.Tensor, *_: Any, **__: Any) -> Any:
         ways = 2 if operation == "all_reduce" else 1
-        counting.cost.sent += ways * nbytes * (axis.size - 1) / axis.size / LINK
-        return collectives.Pending(result)
+        return _Arriving(result, counting.cost, ways * nbytes * (axis.size - 1) / axis.size / LINK)
 
     with ExitStack() as stack:
         for target, name, value in (
@@ -225,11 +271,13 @@ def run(
     meta = torch.device("meta")
     shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after)
     (stage,) = build_stages(model, shard, [range(model.layers)], [0], 0).values()
+    accumulator: Any = _Accumulator(waits=not after)
     for declared in declared_parameters(stage):
-        contributions.attach(declared.parameter, _Accumulator())
+        contributions.attach(declared.parameter, accumulator)
     ids = torch.empty((sequences, tokens), dtype=torch.int64, device=meta)
     with counted(after, rates) as counting:
         _forward_and_backward(stage, ids)
+        accumulator.compute_aside()
     return counting.cost
 
 
@@ -251,7 +299,9 @@ def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100")
     head = one.minus(block)
     model = model_of()
     seconds = model.layers * block.total + head.total
-    sent = model.layers * block.sent + head.sent
+    sent, exposed = (
+        model.layers * getattr(block, name) + getattr(head, name) for name in ("sent", "exposed")
+    )
     flops = flops_per_token(model, tokens) * tokens / tensor
     return {
         "model": preset,
@@ -261,7 +311,10 @@ def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100")
         "block_ms": block.total * 1e3,
         "head_ms": head.total * 1e3,
         "mfu_bound": flops / seconds / device.half,
+        "mfu_bound_timeline": flops / (seconds + exposed) / device.half,
         "mfu_bound_collectives_exposed": flops / (seconds + sent) / device.half,
+        "block_sent_ms": block.sent * 1e3,
+        "block_exposed_ms": block.exposed * 1e3,
         "block_operators": {
             name: {
                 "launches": block.launches[name],
@@ -303,7 +356,7 @@ def main() -> None:
     options = parser.parse_args()
     costs = []
     print(f"{'model':14s}{'tensor':>7s}{'':>8s}{'launches':>10s}{'layer ms':>10s}{'head ms':>9s}", end="")
-    print(f"{'MFU at most':>13s}{'and collectives exposed':>26s}")
+    print(f"{'MFU at most':>13s}{'with waiting':>14s}{'all exposed':>13s}{'sent, exposed ms':>18s}")
     for preset in options.models:
         for tensor in options.tensor:
             for after in (False, True):
@@ -312,7 +365,8 @@ def main() -> None:
                 print(
                     f"{preset:14s}{tensor:7d}{least['which']:>8s}{least['block_launches']:10d}"
                     f"{least['block_ms']:10.3f}{least['head_ms']:9.3f}{least['mfu_bound']:13.3f}"
-                    f"{least['mfu_bound_collectives_exposed']:26.3f}"
+                    f"{least['mfu_bound_timeline']:14.3f}{least['mfu_bound_collectives_exposed']:13.3f}"
+                    f"{least['block_sent_ms']:9.3f}{least['block_exposed_ms']:9.3f}"
                 )
                 for name, row in least["block_operators"].items() if options.operators else ():
                     print(

@@ -86,6 +86,13 @@ class Sums:
     def deferring(self) -> bool:
         return self._deferred is not None
 
+    def set_aside(self, parameter: torch.Tensor, product: WeightGradient) -> None:
+        """Contribute it at once."""
+        self.contribute(parameter, product)
+
+    def compute_aside(self) -> None:
+        """No-op: nothing is set aside."""
+
     def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
         if self._deferred is not None and isinstance(contribution, WeightGradient):
             self._deferred.append((parameter, contribution))

@@ -21,11 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .forwarding import Exchange, Forwarding
 
 NAME = "staged"
 CYCLES = (0, 10_000, 100_000, 1_000_000)
@@ -33,102 +36,32 @@ CYCLES = (0, 10_000, 100_000, 1_000_000)
 SECONDS = (0.0, 0.0, 2e-4, 1e-3)
 """Of delays on a CPU."""
 
-Exchange = Callable[[list[Tensor]], tuple[Any, list[Tensor]]]
-"""Given inputs on the host, starts gloo's collective; returns its work and where the results will be."""
 
-
-class Staged(dist.ProcessGroup):
+class Staged(Forwarding):
     """A group of ranks, see the module."""
+
+    name = NAME
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._lines: dict[Hashable, _Line] = {}
-        self._rank = rank
 
-    def getBackendName(self) -> str:
-        """The name it is registered by."""
-        return NAME
-
-    def _start(
-        self, line: Hashable, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: Exchange
+    def forward(
+        self,
+        kind: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        exchange: Exchange,
+        peer: int | None = None,
     ) -> _Call:
-        """A call, in order behind those of its line."""
+        """In order behind the calls of its line: messages to a peer, messages from it, all others."""
+        line = (kind, peer) if kind in ("send", "receive") else "all"
         device = (*inputs, *outputs)[0].device if inputs or outputs else torch.device("cpu")
         key = line, device
         if key not in self._lines:
-            self._lines[key] = _Line(device, f"{self._rank} {line}")
-        return self._lines[key].call(inputs, outputs, exchange)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Call:
-        """In place."""
-        given = opts if opts is not None else dist.AllreduceOptions()
-        return self._start("all", tensors, tensors, lambda host: (self._gloo.allreduce(host, given), host))
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> _Call:
-        """In place."""
-        return self._start("all", tensors, tensors, lambda host: (self._gloo.broadcast(host, opts), host))
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> _Call:
-        """A tensor per rank."""
-
-        def exchange(host: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            results = [_like(output) for output in outputs[0]]
-            return self._gloo.allgather([results], host), results
-
-        return self._start("all", inputs, outputs[0], exchange)
-
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
-        """One tensor for all ranks."""
-
-        def exchange(host: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            result = _like(output)
-            return self._gloo._allgather_base(result, host[0]), [result]
-
-        return self._start("all", [given], [output], exchange)
-
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Call:
-        """This rank's part of the sum."""
-
-        def exchange(host: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            result = _like(output)
-            return self._gloo._reduce_scatter_base(result, host[0], opts), [result]
-
-        return self._start("all", [given], [output], exchange)
-
-    def all_to_all_single(
-        self, output: Tensor, given: Tensor, receive: list[int], send: list[int], opts: Any = None
-    ) -> _Call:
-        """Rows to and from every rank; none: equal parts."""
-
-        def exchange(host: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            result = _like(output)
-            work = self._gloo.alltoall_base(result, host[0], list(receive or ()), list(send or ()))
-            return work, [result]
-
-        return self._start("all", [given], [output], exchange)
-
-    # Up to torch 2.12 they have other names.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Call:
-        """To one rank."""
-        return self._start(("to", peer), tensors, [], lambda host: (self._gloo.send(host, peer, tag), []))
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Call:
-        """From one rank."""
-
-        def exchange(_: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            results = [_like(tensor) for tensor in tensors]
-            return self._gloo.recv(results, peer, tag), results
-
-        return self._start(("from", peer), [], tensors, exchange)
-
-    def barrier(self, opts: Any = None) -> _Call:
-        """Of the hosts."""
-        return self._start("all", [], [], lambda host: (self._gloo.barrier(), host))
+            self._lines[key] = _Line(device, f"{self.place} {line}")
+        return self._lines[key].call(_Call(inputs, outputs, partial(exchange, self._gloo)))
 
     def shutdown(self) -> None:
         """End the threads; what is queued is done before."""
@@ -151,13 +84,14 @@ class _Line:
         self._thread = threading.Thread(target=self._work, name=f"staged {name}", daemon=True)
         self._thread.start()
 
-    def call(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: Exchange) -> _Call:
-        call = _Call(inputs, outputs, exchange)
+    def call(self, call: _Call) -> _Call:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 torch.cuda._sleep(self._chance.choice(CYCLES))
-                call.host = [_like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in inputs]
+                call.host = [
+                    _like(tensor).copy_(tensor.detach(), non_blocking=True) for tensor in call.inputs
+                ]
                 call.staged = self._stream.record_event()
                 _spoil(call)
         self._held = [held for held in self._held if not held.is_completed()]
@@ -187,8 +121,9 @@ class _Line:
             _spoil(call)
         elif call.staged is not None:
             call.staged.synchronize()
-        work, results = call.exchange(call.host)
-        work.wait()
+        # In place gloo writes to the copy of the inputs.
+        results = call.host if call.outputs is call.inputs else [_like(output) for output in call.outputs]
+        call.exchange(call.host, results).wait()
         if self._stream is None:
             time.sleep(self._chance.choice(SECONDS))
             _copy(call.outputs, results)
@@ -203,13 +138,19 @@ class _Call:
     """A collective under way: what torch's ``Work`` is.
 
     Attributes:
-        inputs, outputs: on the device.
+        inputs, outputs: on the device; the same list of calls in place.
+        exchange: given both on the host, starts gloo's call.
         host: inputs on the host.
         staged, done: events of a GPU: inputs are there; results are.
         started: the thread has done its part: on a CPU all, on a GPU the copy to it is enqueued.
     """
 
-    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: Exchange) -> None:
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        exchange: Callable[[list[Tensor], list[Tensor]], Any],
+    ) -> None:
         self.inputs, self.outputs, self.exchange = inputs, outputs, exchange
         self.host: list[Tensor] = []
         self.staged: Any = None

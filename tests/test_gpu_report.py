@@ -1,5 +1,6 @@
 """``benchmarks/gpu_report.py`` without a GPU: the same code at toy sizes."""
 
+import importlib
 import json
 import os
 import signal
@@ -27,16 +28,40 @@ def _steps(where: Path) -> dict[str, Any]:
     return json.loads((where / "report.json").read_text())["steps"]
 
 
-def test_a_step_is_measured_and_reported(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--pretend", "--steps", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def gpu_report(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module, in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("gpu_report")
+
+
+def _figures(report: Any, name: str) -> dict[str, Any]:
+    """What a step measures, in this process."""
+    record = importlib.import_module("gpu.record").Record(report.file(name), 60.0, True)
+    importlib.import_module(f"gpu.{name}").run(record)
+    assert record.end() == "finished", record.document["errors"]
+    return record.document["figures"]
+
+
+def test_a_step_is_measured_and_reported(tmp_path: Path, gpu_report: Any) -> None:
+    report = gpu_report.Report(tmp_path, True)
+    figures = _figures(report, "ceilings")
+    report.write()
     step = _steps(tmp_path)["ceilings"]
-    assert step["state"] == "finished" and step["pretend"]
-    losses = [row["loss"] for row in step["figures"]["first_steps"]]
+    assert report.finished("ceilings") and step["figures"] == figures
+    losses = [row["loss"] for row in figures["first_steps"]]
     assert losses == sorted(losses, reverse=True)
-    assert {row["tensor"] for row in step["figures"]["matrix_products"]} == {1, 2}
-    assert step["figures"]["host_copies"] is None and step["reasons"]["host_copies"]
+    assert {row["tensor"] for row in figures["matrix_products"]} == {1, 2}
+    assert figures["host_copies"] is None and step["reasons"]["host_copies"]
     assert "layers.0.attention.qkv.weight" in (tmp_path / "report.md").read_text()
+
+
+def test_every_call_is_made_over_every_kind_of_group(tmp_path: Path, gpu_report: Any) -> None:
+    figures = _figures(gpu_report.Report(tmp_path, True), "nccl")
+    calls = {(row["group"], row["call"]) for row in figures["calls"]}
+    kinds = {"all_reduce sum", "all_gather in place", "reduce_scatter in place", "all_to_all uneven"}
+    for group in ("tensor, high priority", "data, normal", "data, part"):
+        assert kinds < {call for kind, call in calls if kind == group}
 
 
 def test_a_step_that_takes_too_long_is_reported(tmp_path: Path) -> None:
@@ -46,10 +71,9 @@ def test_a_step_that_takes_too_long_is_reported(tmp_path: Path) -> None:
     assert "not finished: ceilings" in done.stdout
 
 
-def test_a_step_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_report
-
+def test_a_step_that_fails_is_reported(
+    tmp_path: Path, gpu_report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     report = gpu_report.Report(tmp_path, True)
     monkeypatch.setitem(gpu_report.STEPS, "missing", 1)
     gpu_report.run_step("missing", report, 30.0, [], tmp_path / "log")
@@ -59,14 +83,17 @@ def test_a_step_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert not report.finished("missing")
 
 
-def test_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = _run(tmp_path / "nothing")
-    assert done.returncode == 0
-    assert done.stdout == "gpu_report: no GPU is visible; nothing to run\n"
+def test_without_a_gpu_nothing_runs(
+    tmp_path: Path, gpu_report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", _command(tmp_path / "nothing")[1:])
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        gpu_report.main()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert capsys.readouterr().out == "gpu_report: no GPU is visible; nothing to run\n"
     assert not (tmp_path / "nothing").exists()
 
 

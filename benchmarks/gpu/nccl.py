@@ -18,8 +18,7 @@ import torch.distributed as dist
 
 from hexad import comm
 from hexad.comm import Pending
-from hexad.topology import mesh as meshes
-from hexad.topology.mesh import Axis
+from hexad.topology.mesh import Axis, new_group
 
 from .device import Bench
 from .record import Record
@@ -48,8 +47,6 @@ class Alone(Axis):
 def run(record: Record) -> None:
     """Groups first, then calls over each."""
     bench = Bench.of(record.pretend)
-    if bench.pretend:
-        record.absent("split_group", "gloo has no communicators that could be split")
     begin = time.perf_counter()
     dist.init_process_group(
         "gloo" if bench.pretend else "nccl",
@@ -61,7 +58,7 @@ def run(record: Record) -> None:
     )
     record.put("default_group_seconds", time.perf_counter() - begin)
     groups = _groups(record, bench)
-    axes = {kind: Alone(kind.split(",")[0], (0,), 0, group) for kind, group in groups.items()}
+    axes = {kind: Alone(kind.split(",")[0], (0,), 0, group, bench.device) for kind, group in groups.items()}
     for kind, axis in axes.items():
         _calls(record, bench, kind, _kinds(axis))
     record.absent("send, receive", "a message needs two ranks, unless it is one batch with its receipt")
@@ -76,24 +73,20 @@ def run(record: Record) -> None:
 
 
 def _groups(record: Record, bench: Bench) -> dict[str, Any]:
-    """As :mod:`hexad.topology.mesh` makes them: of urgent axes with a stream of high priority, of others; and
-    what a communicator is split into."""
-    groups: dict[str, Any] = {}
-
-    def split() -> Any:
-        return dist.split_group(split_ranks=[[0]], timeout=LIMIT, group_desc="split")
-
-    makers: dict[str, Callable[[], Any]] = {
-        f"{name}, {kind}": lambda name=name: meshes._new_group(name, (0,), bench.device, LIMIT, name)
-        for name, kind in (("tensor", "high priority"), ("data", "normal"))
-    }
-    if not bench.pretend:
-        makers["world, split_group"] = split
-    for kind, make in makers.items():
+    """As :mod:`hexad.topology.mesh` makes them, split off the default group's communicator: of an urgent axis
+    with a stream of high priority, of another one; and split off one of these."""
+    groups: dict[str, Any] = {"default": dist.group.WORLD}
+    for name, kind, parent in (
+        ("tensor", "high priority", "default"),
+        ("data", "normal", "default"),
+        ("data", "part", "data, normal"),
+    ):
+        group = f"{name}, {kind}"
         begin = time.perf_counter()
-        with record.attempt(f"group {kind}"):
-            groups[kind] = make()
-            record.add("groups", {"group": kind, "seconds": time.perf_counter() - begin})
+        with record.attempt(f"group {group}"):
+            groups[group] = new_group(name, (0,), groups[parent], bench.device, LIMIT, group)
+            record.add("groups", {"group": group, "seconds": time.perf_counter() - begin})
+    del groups["default"]
     return groups
 
 

@@ -10,7 +10,7 @@ the update, and a GPU multiplies zeros faster than numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tests.forwarding import Exchange, Forwarding
 from torch import Tensor
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
@@ -146,18 +147,39 @@ def _tree(rank: int, world: int, timeout: timedelta) -> Tree:
     return Tree((Level((rank,), 0, None),), 0, timeout)
 
 
-class Alone(dist.ProcessGroup):
+class Alone(Forwarding):
     """A group of which only this rank exists."""
+
+    name = "alone"
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._place, self._size = rank, size
         self._stream: Any = None
         self._noise: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def getBackendName(self) -> str:
-        """The name it is registered by."""
-        return "alone"
+    def forward(
+        self,
+        kind: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        exchange: Exchange,
+        peer: int | None = None,
+    ) -> _Done:
+        """Sums as if the others had zeros, anything else as if they had what this rank has; of a message the
+        same normal numbers each time."""
+        if not inputs and outputs:
+            return self._done(outputs[0].view(-1), self._numbers(outputs[0]))
+        if not outputs or outputs is inputs:
+            return self._done()
+        (given,), (output,) = inputs, outputs
+        if kind == "all_gather":
+            rows = given.reshape(1, -1).expand(self.members, -1)
+            return self._done(output.view(self.members, -1), rows)
+        if kind == "reduce_scatter":
+            part = given.view(self.members, -1)[self.place]
+            return self._done(None if part.data_ptr() == output.data_ptr() else output.view(-1), part)
+        count = min(output.numel(), given.numel())
+        return self._done(output.view(-1)[:count], given.view(-1)[:count])
 
     def _done(self, target: Tensor | None = None, source: Tensor | None = None) -> _Done:
         """Copy, if there is something to copy, behind what the current stream has been given."""
@@ -172,47 +194,11 @@ class Alone(dist.ProcessGroup):
             target.data.copy_(source)
             return _Done(self._stream.record_event(), (target, source))
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Done:
-        """As if the others had zeros."""
-        return self._done()
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> _Done:
-        """As if this rank had the values."""
-        return self._done()
-
-    def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
-        """As if all had the same."""
-        rows = given.reshape(1, -1).expand(self._size, -1)
-        return self._done(output.view(self._size, -1), rows)
-
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> _Done:
-        """As if the others had zeros."""
-        part = given.view(self._size, -1)[self._place]
-        return self._done(None if part.data_ptr() == output.data_ptr() else output.view(-1), part)
-
-    def all_to_all_single(
-        self, output: Tensor, given: Tensor, receive: Sequence[int], send: Sequence[int], opts: Any = None
-    ) -> _Done:
-        """As if the others had what this rank has."""
-        count = min(output.numel(), given.numel())
-        return self._done(output.view(-1)[:count], given.view(-1)[:count])
-
-    # Up to torch 2.12 they have other names.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Done:
-        """To nobody."""
-        return self._done()
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> _Done:
-        """Normal numbers, the same each time."""
-        (tensor,) = tensors
+    def _numbers(self, tensor: Tensor) -> Tensor:
         key = tensor.numel(), tensor.dtype
         if key not in self._noise:
             self._noise[key] = torch.randn(tensor.numel(), device=tensor.device).to(tensor.dtype)
-        return self._done(tensor.view(-1), self._noise[key])
+        return self._noise[key]
 
     def shutdown(self) -> None:
         """Nothing is left to do."""

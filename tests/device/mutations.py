@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from hexad.optim import optimizer
+from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.parallel.context import attention
 from hexad.parallel.data import buckets, gatherer, gradients
 from hexad.parallel.pipeline import executor
 
 from . import recorder
-from .races import Races, SimulatedStreams
+from .races import Races, SimulatedStreams, places
 
 Patch = Any
 
@@ -28,26 +27,7 @@ class Mutation:
     patches: Callable[[Races], list[Patch]]
 
 
-def place() -> str:
-    """Where the package waits: the innermost function outside of ``comm``."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if "/hexad/" in name and "/comm/" not in name:
-            return f"{name.rpartition('/hexad/')[2]}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return ""
-
-
 NO_WAIT = "no wait in "
-REDUNDANT = frozenset(
-    [
-        "",  # of scripts
-        "parallel/pipeline/transfers.py:_release",  # sends
-        "parallel/pipeline/transfers.py:finish",
-    ]
-)
-"""Places whose waits order nothing that a stream does afterwards."""
 
 
 def without_waits(at: str) -> Callable[[Races], list[Patch]]:
@@ -57,7 +37,7 @@ def without_waits(at: str) -> Callable[[Races], list[Patch]]:
         original = recorder.Work.wait
 
         def wait(self: recorder.Work, timeout: Any = None) -> bool:
-            if place() != at:
+            if at not in places()[:1]:
                 return original(self, timeout)
             observers, self._recording.observers = self._recording.observers, []
             try:
@@ -68,20 +48,6 @@ def without_waits(at: str) -> Callable[[Races], list[Patch]]:
         return [mock.patch.object(recorder.Work, "wait", wait)]
 
     return patches
-
-
-def places(function: Callable[[], object]) -> set[str]:
-    """Where a function's collectives are waited for."""
-    found: set[str] = set()
-    original = recorder.Work.wait
-
-    def wait(self: recorder.Work, timeout: Any = None) -> bool:
-        found.add(place())
-        return original(self, timeout)
-
-    with mock.patch.object(recorder.Work, "wait", wait):
-        function()
-    return found
 
 
 def _elsewhere(target: Any, name: str) -> Callable[[Races], list[Patch]]:
@@ -133,16 +99,16 @@ def _given_back_while_gathered(races: Races) -> list[Patch]:
 
 def _not_held(races: Races) -> list[Patch]:
     """Work does not hold its tensors until it has been waited for."""
-    original = recorder.Recorded._call
+    original = recorder.Recorded.forward
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> recorder.Work:
-        work = original(self, *args, **kwargs)
-        last, kept = work._last, work._inner
-        work._inner = mock.Mock(wait=lambda: (kept and kept.wait(), last()))
-        work._held, work._last = (), lambda: None
+    def forward(self: Any, kind: str, *args: Any, **kwargs: Any) -> recorder.Work:
+        work = original(self, kind, *args, **kwargs)
+        if kind not in ("send", "receive"):
+            work._inner.wait()  # gloo's holds them, too
+            work._inner, work._held = None, ()
         return work
 
-    return [mock.patch.object(recorder.Recorded, "_call", call)]
+    return [mock.patch.object(recorder.Recorded, "forward", forward)]
 
 
 def _written_after(target: Any, name: str, argument: int) -> Callable[[Races], list[Patch]]:
@@ -183,42 +149,81 @@ def _uploaded_elsewhere(races: Races) -> list[Patch]:
     return [mock.patch.object(SimulatedStreams, "moved", moved)]
 
 
-def _to_the_host_elsewhere(races: Races) -> list[Patch]:
-    original = optimizer.BucketOptimizer._on_master
+def _marked_elsewhere(races: Races) -> list[Patch]:
+    """The host waits for another stream than that of the copies."""
+    original = SimulatedStreams.mark
 
-    def on_master(self: Any) -> Iterator[Any]:
-        values = original(self)
-        while True:
-            with races.stream("elsewhere"):
-                value = next(values, None)
-            if value is None:
-                return
-            yield value
+    def mark(self: Any) -> Callable[[], None]:
+        with races.stream("elsewhere"):
+            return original(self)
 
-    return [mock.patch.object(optimizer.BucketOptimizer, "_on_master", on_master)]
+    return [mock.patch.object(SimulatedStreams, "mark", mark)]
 
 
-_WAITS = {
-    "parallel/data/gatherer.py:_arrive": "data 2, zero 1",
-    "parallel/data/gradients.py:retire": "zb_v, data 2, zero 2",
-    "parallel/data/gradients.py:_wait": "data 4, zero 1, 2 replicas",
-    "parallel/data/gradients.py:start": "data 4, zero 1, 2 replicas",
-    "parallel/data/gradients.py:finish": "tensor 2",
-    "parallel/data/gradients.py:compute": "zb_h1, tensor 2 + sequence",
-    "parallel/pipeline/transfers.py:receive": "1f1b, tied, data 2, zero 1",
-    "parallel/tensor/linear.py:forward": "tensor 2",
-    "parallel/tensor/linear.py:backward": "tensor 2",
-    "parallel/tensor/loss.py:token_losses_": "tensor 2",
+def _all_steady(races: Races) -> list[Patch]:
+    """Weights that modules compute with are saved beside the next step."""
+    return [mock.patch.object(buckets.Bucket, "in_use", False)]
+
+
+def _not_joined(races: Races) -> list[Patch]:
+    """A save begins before the one before has been written, as far as the detector knows."""
+    original = Checkpointer.wait
+
+    def wait(self: Any) -> None:
+        if self._saving is not None:
+            self._saving.ended = lambda: None
+        original(self)
+
+    return [mock.patch.object(Checkpointer, "wait", wait)]
+
+
+WAITS = {
+    "compat/deepspeed/pipe_engine.py:_mean": "deepspeed, pipeline, zero 3",
+    "compat/deepspeed/pipe_engine.py:_pass_on": "deepspeed, pipeline, zero 3",
+    "compat/deepspeed/pipe_engine.py:_probe": "deepspeed, pipeline, zero 3",
+    "compat/deepspeed/pipe_engine.py:_signatures": "deepspeed, pipeline, zero 3",
+    "compat/deepspeed/zero.py:_adopt": "changed after saves, zero 1",
+    "compat/megatron/parallel_state.py:_same_number_of_groups": "megatron, layers in an engine",
+    "engine/engine.py:evaluate": "saved and resumed, zero 1",
+    "engine/engine.py:train_step": "zb_v, data 2, zero 2",
+    "engine/language.py:start_summing": "experts, data 2, tensor 2, zero 3",
+    "engine/modules.py:broadcast": "deepspeed, zero 1, as scripts read",
+    "generation/generator.py:_steps": "generation, context 2",
+    "generation/generator.py:from_stage_before": "generation, pipeline 2, tensor 2",
+    "generation/generator.py:gathered_logits": "generation, pipeline 2, tensor 2",
+    "generation/scoring.py:_scored": "generation, context 2",
+    "model/transformer.py:forward": "experts, data 2, tensor 2, zero 3",
+    "optim/optimizer.py:gradient_norm": "tensor 2",
     "parallel/context/attention.py:_arrivals": "context ring",
     "parallel/context/attention.py:_receive": "context ring",
+    "parallel/context/attention.py:complete": "context all_gather",
+    "parallel/context/exchange.py:backward": "context ulysses_ring",
     "parallel/context/exchange.py:forward": "context ulysses_ring",
-    "optim/optimizer.py:gradient_norm": "tensor 2",
-    "generation/generator.py:from_stage_before": "generation, pipeline 2, tensor 2",
+    "parallel/context/exchange.py:gathered_rows": "generation, context 2",
+    "parallel/context/exchange.py:selected_rows": "generation, context 2",
+    "parallel/data/gatherer.py:_arrive": "data 2, zero 1",
+    "parallel/data/gradients.py:_wait": "data 4, zero 1, 2 replicas",
+    "parallel/data/gradients.py:compute": "zb_h1, tensor 2 + sequence",
+    "parallel/data/gradients.py:finish": "tensor 2",
+    "parallel/data/gradients.py:retire": "zb_v, data 2, zero 2",
+    "parallel/data/gradients.py:start": "data 4, zero 1, 2 replicas",
+    "parallel/data/replicas.py:check": "saved and resumed, zero 1",
+    "parallel/pipeline/executor.py:_backward": "experts, data 2, tensor 2, zero 3",
+    "parallel/pipeline/transfers.py:_release": "zb_v, data 2, zero 2",
+    "parallel/pipeline/transfers.py:finish": "gpipe of 4, frozen stages",
+    "parallel/pipeline/transfers.py:receive": "1f1b, tied, data 2, zero 1",
+    "parallel/tensor/embedding.py:backward": "megatron, layers in an engine",
+    "parallel/tensor/embedding.py:forward": "megatron, layers in an engine",
+    "parallel/tensor/linear.py:backward": "tensor 2",
+    "parallel/tensor/linear.py:forward": "tensor 2",
+    "parallel/tensor/loss.py:_slices": "tensor 2",
+    "parallel/tensor/loss.py:token_losses_": "tensor 2",
 }
-"""Places where something is waited for, with a scenario that comes there."""
+"""Every place where the package waits for a collective, with a scenario in which a missing wait is noticed.
+In others a later wait for the same communicator may take its place."""
 
 MUTATIONS: dict[str, Mutation] = {
-    **{f"{NO_WAIT}{at}": Mutation(name, without_waits(at)) for at, name in _WAITS.items()},
+    **{f"{NO_WAIT}{at}": Mutation(name, without_waits(at)) for at, name in WAITS.items()},
     "gradients given back when their reduction starts": Mutation(
         "data 2, zero 2, selective", _given_back_at_start
     ),
@@ -237,9 +242,11 @@ MUTATIONS: dict[str, Mutation] = {
     "values written to disk before they have arrived": Mutation(
         "saved and resumed, zero 1", _host_does_not_wait
     ),
-    "gradients copied to the host on another stream": Mutation(
-        "saved and resumed, offload, zero 2", _to_the_host_elsewhere
+    "gradients marked as arrived on another stream": Mutation(
+        "saved and resumed, offload, zero 2", _marked_elsewhere
     ),
+    "weights saved that a script may change": Mutation("changed after saves, zero 1", _all_steady),
+    "a copy overwritten while a thread writes it": Mutation("changed after saves, zero 1", _not_joined),
     "masters copied to the device on another stream": Mutation(
         "saved and resumed, offload, zero 2", _elsewhere(buckets.Bucket, "publish")
     ),
@@ -263,8 +270,6 @@ def applied(name: str | None, races: Races) -> Iterator[None]:
     """Run with the code broken; None leaves it as it is."""
     with ExitStack() as stack:
         if name is not None:
-            known = MUTATIONS.get(name)
-            patches = known.patches if known else without_waits(name.removeprefix(NO_WAIT))
-            for patch in patches(races):
+            for patch in MUTATIONS[name].patches(races):
                 stack.enter_context(patch)
         yield

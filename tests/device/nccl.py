@@ -1,22 +1,37 @@
 """Plays recorded calls by NCCL's rules, and says what would hang or mix up.
 
 A communicator has one stream on each of its ranks. A call starts when its rank's stream has done what it was
-given before, when the computing stream has come to where it was started, and when all members have come to
-it. A send meets a receive; those of one batch run together, those started by themselves one after the other,
-as all calls of a communicator that was created with its device (``device_id``). The host only waits where it
-reads a value, creates a communicator, or agrees with the other hosts.
+given before, when the stream that was the current one has come to where the call was started, and when all
+members have come to it. A send meets a receive. Those of one batch run together. Those started by themselves
+run one after the other, as all calls of a communicator that was created with its device (``device_id``); of
+others each pair of ranks has a communicator of its own for them, and every communicator is created where it
+is first used. The host only waits where it reads a value, creates a communicator, or agrees with the other
+hosts. (``ProcessGroupNCCL::pointToPoint`` and ``collective``, PyTorch 2.7 to 2.14.)
 
 The ranks of a large world that do the same are played by one of them, see :func:`play`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .recorder import Agreed, Call, Computed, Created, Event, Synchronised, Waited
+from .recorder import (
+    COMPUTE,
+    Agreed,
+    Call,
+    Computed,
+    Created,
+    Event,
+    Followed,
+    Marked,
+    Queued,
+    Reached,
+    Synchronised,
+    Waited,
+)
 
 LATENCY, BYTES = 10.0, 1e3
 """Of a call: time, and bytes per unit of time. An operator takes one unit."""
@@ -27,26 +42,39 @@ class Unit:
     """What a communicator's stream does at once on a rank: a collective, or the messages of a batch."""
 
     calls: list[Call]
-    position: int  # of the computing stream where it was started
+    position: int  # of the stream that it follows, where it was started
     matched: dict[int, float] = field(default_factory=dict)  # by call: when its message is over
-    end: float | None = None
 
     @property
     def message(self) -> bool:
-        return self.calls[0].kind in ("send", "receive")
+        return self.calls[0].message
+
+    @property
+    def stream(self) -> str:
+        return self.calls[0].stream
+
+
+@dataclass
+class _Stream:
+    """A stream of operators and waits. ``times``: when it has reached each position."""
+
+    queue: list[Queued | tuple[str, int]] = field(default_factory=list)
+    times: list[float] = field(default_factory=lambda: [0.0])
+
+    @property
+    def done(self) -> int:
+        return len(self.times) - 1
 
 
 @dataclass
 class _Rank:
-    """A rank's host, its computing stream and the streams of its communicators."""
+    """A rank's host, its streams, and those of its communicators."""
 
     events: Sequence[Event]
     host: int = 0
     host_time: float = 0.0
-    queue: list[Event] = field(default_factory=list)  # of the computing stream
-    done: int = 0
-    time: float = 0.0
-    times: list[float] = field(default_factory=lambda: [0.0])  # when the computing stream reached a position
+    streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
+    marks: dict[int, tuple[str, int]] = field(default_factory=dict)
     units: dict[str, list[Unit]] = field(default_factory=dict)
     heads: Counter[str] = field(default_factory=Counter)
     free: dict[str, float] = field(default_factory=dict)
@@ -70,18 +98,46 @@ class Played:
 
 
 class _Player:
-    def __init__(self, programs: Mapping[int, Sequence[Event]], played_by: Callable[[int], int]) -> None:
+    def __init__(
+        self, programs: Mapping[int, Sequence[Event]], played_by: Callable[[int], int], lazily: bool
+    ) -> None:
+        self._played_by, self._lazily = played_by, lazily
         self.ranks = {rank: _Rank(events) for rank, events in programs.items()}
         self.groups: dict[str, tuple[int, ...]] = {}
         self.members: dict[str, list[int]] = {}
         self.problems: list[str] = []
+        # Where each rank's host first comes to something that hosts do together.
+        self.meetings: dict[int, dict[object, int]] = {rank: {} for rank in programs}
         for events in programs.values():
             for event in events:
                 if isinstance(event, Created):
                     if self.groups.setdefault(event.group, event.ranks) != event.ranks:
                         self.problems.append(f"communicator {event.group} has other ranks on other ranks")
-                    self.members[event.group] = sorted({played_by(rank) for rank in event.ranks})
-        self._played_by = played_by
+                    self.members[event.group] = self._players(event.ranks)
+        for rank, events in programs.items():
+            for place, event in enumerate(events):
+                meeting: object = event
+                if isinstance(event, Call):
+                    meeting = self._communicator(rank, event)
+                if not isinstance(event, Queued):
+                    self.meetings[rank].setdefault(meeting, place)
+
+    def _players(self, ranks: Sequence[int]) -> list[int]:
+        return sorted({self._played_by(rank) for rank in ranks})
+
+    def _communicator(self, rank: int, call: Call) -> str:
+        """The communicator of a call, which is that of its group, but for messages without a device."""
+        if not (self._lazily and call.message and call.batch is None):
+            return call.group
+        pair = sorted((self.groups[call.group][call.peer or 0], self._self(rank, call.group)))
+        name = f"{call.group} of {pair[0]} and {pair[1]}"
+        self.members[name] = self._players(pair)
+        return name
+
+    def _self(self, rank: int, group: str) -> int:
+        """The rank of a group that a rank is, or plays."""
+        ranks = self.groups[group]
+        return rank if rank in ranks else next(other for other in ranks if self._played_by(other) == rank)
 
     def run(self) -> Played:
         moved = True
@@ -92,18 +148,22 @@ class _Player:
         stuck = [rank for rank in self.ranks if not self._over(rank)]
         if stuck and not self.problems:
             self.problems.append(f"deadlock: {'; '.join(map(self._waits, stuck))}")
-        seconds = max(max(state.time, state.host_time) for state in self.ranks.values())
-        return Played(self.problems, seconds, {rank: state.waited for rank, state in self.ranks.items()})
+        times = [state.host_time for state in self.ranks.values()]
+        times += [stream.times[-1] for state in self.ranks.values() for stream in state.streams.values()]
+        waited = {rank: state.waited for rank, state in self.ranks.items()}
+        return Played(self.problems, max(times, default=0.0), waited)
 
     def _over(self, rank: int) -> bool:
         state = self.ranks[rank]
-        streams = all(state.heads[name] == len(units) for name, units in state.units.items())
-        return state.host == len(state.events) and state.done == len(state.queue) and streams
+        communicators = all(state.heads[name] == len(units) for name, units in state.units.items())
+        streams = all(stream.done == len(stream.queue) for stream in state.streams.values())
+        return state.host == len(state.events) and streams and communicators
 
     def _advance(self, rank: int) -> bool:
         state = self.ranks[rank]
         moved = self._host(rank, state)
-        moved |= self._compute(state)
+        for name in list(state.streams):
+            moved |= self._stream(state, name)
         for name in list(state.units):
             moved |= self._communicate(rank, name)
         return moved
@@ -112,67 +172,81 @@ class _Player:
 
     def _host(self, rank: int, state: _Rank) -> bool:
         begin = state.host
-        while state.host < len(state.events):
-            event = state.events[state.host]
-            if isinstance(event, Synchronised):
-                if state.done < len(state.queue):
-                    break
-                state.host_time = max(state.host_time, state.time)
-            elif isinstance(event, Created | Agreed):
-                others = self.members[event.group] if isinstance(event, Created) else list(self.ranks)
-                if not self._all_come_to(event, others):
-                    break
-            elif isinstance(event, Call):
-                self._enqueue(state, event)
-            else:
-                state.queue.append(event)
+        while state.host < len(state.events) and self._pass(rank, state, state.events[state.host]):
             state.host += 1
         return state.host > begin
 
-    def _all_come_to(self, event: Created | Agreed, others: Sequence[int]) -> bool:
-        """Whether the hosts of all members have come to this event, or are past it."""
-        for other in others:
-            state = self.ranks[other]
-            reached = state.events[: state.host + 1]
-            if isinstance(event, Agreed):
-                if not any(isinstance(e, Agreed) and e.number == event.number for e in reached):
-                    return False
-            elif event not in reached:
+    def _pass(self, rank: int, state: _Rank, event: Event) -> bool:
+        """Whether the host passes an event now; what is queued is queued then."""
+        if isinstance(event, Synchronised | Reached):
+            if isinstance(event, Synchronised):
+                stream, position = state.streams[event.stream], len(state.streams[event.stream].queue)
+            else:
+                name, position = state.marks[event.number]
+                stream = state.streams[name]
+            if stream.done < position:
                 return False
+            state.host_time = max(state.host_time, stream.times[position])
+        elif isinstance(event, Created):
+            return self._all_come_to(event, self.members[event.group])
+        elif isinstance(event, Agreed):
+            return self._all_come_to(event, list(self.ranks))
+        elif isinstance(event, Call):
+            name = self._communicator(rank, event)
+            if self._lazily and name not in state.units and not self._all_come_to(name, self.members[name]):
+                return False
+            self._enqueue(state, name, event)
+        elif isinstance(event, Followed):
+            before = state.streams[event.before]
+            state.streams[event.stream].queue.append((event.before, len(before.queue)))
+        else:
+            state.streams[event.stream].queue.append(event)
+            if isinstance(event, Marked):
+                state.marks[event.number] = event.stream, len(state.streams[event.stream].queue)
         return True
 
+    def _all_come_to(self, meeting: object, others: Sequence[int]) -> bool:
+        """Whether the hosts of all members have come to a meeting, or are past it."""
+        places = ((self.meetings[other].get(meeting), self.ranks[other].host) for other in others)
+        return all(place is not None and place <= host for place, host in places)
+
     @staticmethod
-    def _enqueue(state: _Rank, call: Call) -> None:
-        units = state.units.setdefault(call.group, [])
-        together = call.batch is not None and units and units[-1].calls[0].batch == call.batch
-        if together:
+    def _enqueue(state: _Rank, name: str, call: Call) -> None:
+        units = state.units.setdefault(name, [])
+        if call.batch is not None and units and units[-1].calls[0].batch == call.batch:
             units[-1].calls.append(call)
         else:
-            units.append(Unit([call], len(state.queue)))
+            units.append(Unit([call], len(state.streams[call.stream].queue)))
 
     # Streams
 
-    def _compute(self, state: _Rank) -> bool:
-        begin = state.done
-        while state.done < len(state.queue):
-            item = state.queue[state.done]
+    def _stream(self, state: _Rank, name: str) -> bool:
+        stream = state.streams[name]
+        begin = stream.done
+        while stream.done < len(stream.queue):
+            item, now = stream.queue[stream.done], stream.times[-1]
             if isinstance(item, Waited):
                 end = state.ends.get(item.number)
                 if end is None:
                     break
-                state.waited += max(0.0, end - state.time)
-                state.time = max(state.time, end)
+                if name == COMPUTE:
+                    state.waited += max(0.0, end - now)
+                now = max(now, end)
             elif isinstance(item, Computed):
-                state.time += item.operators
-            state.done += 1
-            state.times.append(state.time)
-        return state.done > begin
+                now += item.operators
+            elif isinstance(item, tuple):
+                before, position = state.streams[item[0]], item[1]
+                if before.done < position:
+                    break
+                now = max(now, before.times[position])
+            stream.times.append(now)
+        return stream.done > begin
 
     def _ready(self, rank: int, name: str) -> Unit | None:
         """What a communicator's stream has come to on a rank."""
         state = self.ranks[rank]
         units, head = state.units.get(name, []), state.heads[name]
-        if head == len(units) or units[head].position > state.done:
+        if head == len(units) or units[head].position > state.streams[units[head].stream].done:
             return None
         return units[head]
 
@@ -216,11 +290,11 @@ class _Player:
         for call in unit.calls:
             if call.number in unit.matched:
                 continue
-            peer = self._played_by(self.groups[name][call.peer or 0])
+            peer = self._played_by(self.groups[call.group][call.peer or 0])
             other = self._ready(peer, name)
             if other is None:
                 continue
-            partner = next((part for part in other.calls if self._meets(rank, name, call, part, other)), None)
+            partner = next((part for part in other.calls if self._meets(rank, call, part, other)), None)
             if partner is None:
                 continue
             if (partner.nbytes, partner.dtype) != (call.nbytes, call.dtype):
@@ -236,20 +310,20 @@ class _Player:
             self._finish(rank, name, unit, max(unit.matched.values()))
         return moved
 
-    def _meets(self, rank: int, name: str, call: Call, part: Call, other: Unit) -> bool:
-        if part.kind not in ("send", "receive") or part.number in other.matched:
+    def _meets(self, rank: int, call: Call, part: Call, other: Unit) -> bool:
+        if not part.message or part.number in other.matched:
             return False
-        back = self._played_by(self.groups[name][part.peer or 0])
+        back = self._played_by(self.groups[part.group][part.peer or 0])
         return part.kind != call.kind and back == rank and part is not call
 
     def _start(self, rank: int, name: str, unit: Unit) -> float:
         state = self.ranks[rank]
-        return max(state.times[unit.position], state.free.get(name, 0.0))
+        return max(state.streams[unit.stream].times[unit.position], state.free.get(name, 0.0))
 
     def _finish(self, rank: int, name: str, unit: Unit, end: float) -> None:
         state = self.ranks[rank]
         state.heads[name] += 1
-        state.free[name] = unit.end = end
+        state.free[name] = end
         for call in unit.calls:
             state.ends[call.number] = unit.matched.get(call.number, end)
 
@@ -263,7 +337,8 @@ class _Player:
             head = state.heads[name]
             if head < len(units):
                 calls = " and ".join(map(_words, units[head].calls))
-                started = "" if units[head].position <= state.done else " (not yet started)"
+                begun = units[head].position <= state.streams[units[head].stream].done
+                started = "" if begun else " (not yet started)"
                 parts.append(f"communicator {name} at {calls}{started}")
         return f"rank {rank} waits: {', '.join(parts) or 'its computing stream'}"
 
@@ -284,7 +359,9 @@ def _of(event: Any) -> str:
 
 
 def play(
-    programs: Mapping[int, Sequence[Event]], played_by: Callable[[int], int] = lambda rank: rank
+    programs: Mapping[int, Sequence[Event]],
+    played_by: Callable[[int], int] = lambda rank: rank,
+    lazily: bool = False,
 ) -> Played:
     """Play what ranks have recorded.
 
@@ -292,5 +369,6 @@ def play(
         programs: by rank.
         played_by: the rank that stands for a rank, which does the same with its own groups: in a large world
             those with one pipeline place.
+        lazily: groups were created without a device, as scripts of other systems do.
     """
-    return _Player(programs, played_by).run()
+    return _Player(programs, played_by, lazily).run()

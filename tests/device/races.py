@@ -10,19 +10,25 @@ The rules of streams: operators run on the current stream, in order. A collectiv
 on the current stream, and after its communicator's earlier ones. The host queues and goes on; what it queues
 starts after what the host did before.
 
-The rules of memory (PyTorch's caching allocator): a block that is freed is used again by its stream at once,
-so that other streams' accesses must be ordered before that point, unless ``record_stream`` was called. Work
-that has not been waited for holds its tensors.
+The rules of memory (PyTorch's caching allocator): a block belongs to the stream that is the current one when
+it is allocated, and that stream may use it again as soon as it is freed. So other streams' accesses must be
+ordered after the allocation and before the release, unless ``record_stream`` was called. NCCL's work holds
+the tensors of a collective until it has been waited for, and calls ``record_stream`` for those of a message.
+
+What is not seen: operators in other threads of the host, compiled functions, and that the host waits where a
+GPU's memory is copied to or from pageable memory, which orders more than is assumed here.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -35,13 +41,32 @@ from torch.utils._pytree import tree_iter
 
 from hexad.comm import streams
 
-from .recorder import NAME, Call, Computed, Recording, Synchronised, recording
+from .recorder import (
+    COMPUTE,
+    NAME,
+    Call,
+    Computed,
+    Followed,
+    Marked,
+    Reached,
+    Recording,
+    Synchronised,
+    recording,
+)
 
-COMPUTE, HOST = "compute", "host"
-"""Streams of which there is one; a further thread of the host is ``host NAME``."""
+HOST = "host"
+"""The host's main thread; a further one is ``host NAME``."""
 Clock = dict[str, int]
 _aten = torch.ops.aten
-_SYNCHRONISING = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
+_SYNCHRONISING = {
+    _aten._local_scalar_dense.default,
+    _aten.equal.default,
+    _aten.is_nonzero.default,
+    _aten.nonzero.default,
+    _aten.masked_select.default,
+    _aten._unique2.default,
+}
+"""Operators that need a number, or the size of their result, on the host."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +95,11 @@ class Access:
 
 @dataclass
 class _Memory:
-    """What is known of a storage."""
+    """What is known of a storage: the stream that has allocated it, and when; the last access of each kind;
+    streams that it was recorded for; whether its release is waited for."""
 
     owner: str = COMPUTE
+    since: int = 0
     accesses: dict[tuple[str, int, int, bool], Access] = field(default_factory=dict)
     streams: set[str] = field(default_factory=set)
     recorded: set[str] = field(default_factory=set)
@@ -84,19 +111,19 @@ class Races(TorchDispatchMode):
 
     Attributes:
         found: a line per race.
-        operators: how many were seen.
+        waits: places of the package that have waited for a collective.
     """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.operators = 0
-        self.current = COMPUTE
+        self.waits: set[str] = set()
         self._recording = recording
         self._clocks: dict[str, Clock] = {COMPUTE: {}, HOST: {}}
         self._memory: dict[int, _Memory] = {}
         self._on_host: set[int] = set()
         self._since = 0
+        self._marks = count()
         self._lock = threading.RLock()
         self._thread = threading.current_thread()
 
@@ -104,11 +131,9 @@ class Races(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function is _aten.record_stream.default:
-            return None
-        self.operators += 1
         self._since += 1
         result = function(*args, **kwargs)
+        self._allocated(args, kwargs, result)
         reads, writes = _accesses(function, args, kwargs, result)
         if reads or writes:
             tensors = [*reads, *writes]
@@ -122,6 +147,27 @@ class Races(TorchDispatchMode):
             self.synchronise()
         return result
 
+    def _allocated(self, args: Any, kwargs: Any, result: Any) -> None:
+        """Note which stream owns the memory that an operator has allocated: results whose storage no argument
+        has."""
+        given: set[int] | None = None
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                if given is None:
+                    given = {_key(part) for part in tree_iter((args, kwargs)) if isinstance(part, Tensor)}
+                if _key(tensor) not in given:
+                    self.allocated(tensor)
+
+    def allocated(self, tensor: Tensor) -> None:
+        """The current stream has allocated a tensor's memory."""
+        with self._lock:
+            clock = self._clocks[self.current]
+            clock[self.current] = clock.get(self.current, 0) + 1
+            memory = self._memory[_key(tensor)] = _Memory(self.current, clock[self.current])
+            self._on_host.discard(_key(tensor))
+            if self.current != COMPUTE:
+                self._follow(tensor.untyped_storage(), memory)
+
     def _runs_on_host(self, args: Any, kwargs: Any) -> bool:
         """Whether an operator's tensors are in the host's memory, but for scalars."""
         inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
@@ -133,7 +179,7 @@ class Races(TorchDispatchMode):
         with self._lock:
             clock = self._clocks.setdefault(stream, {})
             if not stream.startswith(HOST):
-                _merge(clock, self._clocks[HOST])
+                _merge(clock, self._clocks[self.host])
             time = clock[stream] = clock.get(stream, 0) + 1
             for tensors, write in ((reads, False), (writes, True)):
                 for tensor in tensors:
@@ -148,35 +194,38 @@ class Races(TorchDispatchMode):
         low = tensor.storage_offset() * tensor.itemsize
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         access = Access(stream, time, low, low + (extent + 1) * tensor.itemsize, write, what)
-        if memory.streams - {stream}:
-            clock = self._clocks[stream]
-            for other in memory.accesses.values():
-                ordered = other.stream == stream or other.time <= clock.get(other.stream, 0)
-                by_threads = other.stream.startswith(HOST) and stream.startswith(HOST)
-                if not ordered and not by_threads and access.conflicts(other):
-                    self._report(f"{_words(access)}{_caller(what)}, not ordered after {_words(other)}")
         if stream not in memory.streams:
             memory.streams.add(stream)
+            if not self._ordered(memory.owner, memory.since, stream):
+                self._report(
+                    f"{_words(access)}{_caller()}, not ordered after its allocation on {memory.owner}"
+                )
+        if len(memory.streams) > 1:
+            for other in memory.accesses.values():
+                if not self._ordered(other.stream, other.time, stream) and access.conflicts(other):
+                    self._report(f"{_words(access)}{_caller()}, not ordered after {_words(other)}")
         if stream != COMPUTE and not stream.startswith(HOST):
             self._follow(storage, memory)
         memory.accesses[stream, access.low, access.high, write] = access
 
+    def _ordered(self, earlier: str, time: int, stream: str) -> bool:
+        """Whether what a stream does now comes after what another one did at a time of its clock."""
+        return earlier == stream or time <= self._clocks[stream].get(earlier, 0)
+
     def _follow(self, storage: Any, memory: _Memory) -> None:
         if not memory.followed:
             memory.followed = True
-            weakref.finalize(storage, self._released, storage._cdata)
+            weakref.finalize(storage, self._released, storage._cdata, memory)
 
-    def _released(self, key: int) -> None:
+    def _released(self, key: int, memory: _Memory) -> None:
         """A storage is freed: its owner's next allocation may use it."""
-        memory = self._memory.pop(key, None)
-        self._on_host.discard(key)
-        if memory is None:
-            return
-        clock = self._clocks[memory.owner]
+        if self._memory.get(key) is memory:
+            del self._memory[key]
+            self._on_host.discard(key)
         for access in memory.accesses.values():
-            ordered = access.stream == memory.owner or access.time <= clock.get(access.stream, 0)
-            if not ordered and access.stream not in memory.recorded and not access.stream.startswith(HOST):
-                self._report(f"memory freed{_caller('')} while in use: {_words(access)}")
+            unknown = access.stream not in memory.recorded and not access.stream.startswith(HOST)
+            if unknown and not self._ordered(access.stream, access.time, memory.owner):
+                self._report(f"memory freed{_caller()} while in use: {_words(access)}")
 
     def _report(self, what: str) -> None:
         if what not in self.found:
@@ -189,25 +238,34 @@ class Races(TorchDispatchMode):
         self._flush()
         stream = f"communicator {call.group}"
         _merge(self._clocks.setdefault(stream, {}), self._clocks[self.current])
-        self.access(stream, f"{call.kind}{_caller(call.kind)}", reads, writes)
+        self.access(stream, f"{call.kind}{_caller()}", reads, writes)
+        for tensor in (*reads, *writes) if call.message else ():
+            if tensor.numel():
+                self._memory[_key(tensor)].recorded.add(stream)
         return stream, dict(self._clocks[stream])
 
     def waited(self, token: tuple[str, Clock]) -> None:
         """The current stream waits for a collective."""
-        self._flush(1)
+        self._flush()
+        self.waits.update(places()[:1])
         _merge(self._clocks[self.current], token[1])
 
     # Streams and the host
 
+    @property
+    def current(self) -> str:
+        """The current stream."""
+        return self._recording.stream
+
     def synchronise(self) -> None:
         """The host waits for the current stream."""
         self._flush()
-        self._recording.events.append(Synchronised())
+        self._recording.events.append(Synchronised(self.current))
         _merge(self._clocks[self.host], self._clocks[self.current])
 
     @property
     def host(self) -> str:
-        """The stream of the host's thread that runs."""
+        """The host's thread that runs."""
         thread = threading.current_thread()
         if thread is self._thread:
             return HOST
@@ -217,27 +275,35 @@ class Races(TorchDispatchMode):
 
     def mark(self) -> Callable[[], None]:
         """Returns how the host waits for what the current stream has been asked for so far."""
-        reached = dict(self._clocks[self.current])
-        return lambda: _merge(self._clocks[self.host], reached)
+        self._flush()
+        number, reached = next(self._marks), dict(self._clocks[self.current])
+        self._recording.events.append(Marked(number, self.current))
+
+        def wait() -> None:
+            if self.host == HOST:
+                self._flush()
+                self._recording.events.append(Reached(number))
+            _merge(self._clocks[self.host], reached)
+
+        return wait
 
     def order(self, after: str, before: str) -> None:
         """What stream ``after`` does next starts when ``before`` has done what it was asked so far."""
+        self._flush()
+        self._recording.events.append(Followed(before, after))
         _merge(self._clocks.setdefault(after, {}), self._clocks.setdefault(before, {}))
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
         """What is done inside is done on another stream."""
-        before, self.current = self.current, name
+        self._flush()
+        before, self._recording.stream = self.current, name
         self._clocks.setdefault(name, {})
         try:
             yield
         finally:
-            self.current = before
-
-    def record_stream(self, tensor: Tensor) -> None:
-        """The current stream uses a tensor: its memory is not used again before that is over."""
-        key = tensor.untyped_storage()._cdata
-        self._memory.setdefault(key, _Memory()).recorded.add(self.current)
+            self._flush()
+            self._recording.stream = before
 
     def keep_on_host(self, tensor: Tensor) -> None:
         """The tensor is in the host's memory: operators on it alone run on the host."""
@@ -248,14 +314,33 @@ class Races(TorchDispatchMode):
             self._follow(storage, self._memory[storage._cdata])
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._on_host
+        return _key(tensor) in self._on_host
 
-    def _flush(self, insert: int = 0) -> None:
+    def thread(self, function: Callable[[], Any]) -> tuple[Callable[[], Any], Callable[[], None]]:
+        """What another thread of the host does comes after what this one has done so far. Returns the
+        function for it, and how this thread has waited for its end."""
+        begin, end = dict(self._clocks[self.host]), Clock()
+
+        def run() -> Any:
+            with self._lock:
+                _merge(self._clocks[self.host], begin)
+            try:
+                return function()
+            finally:
+                end.update(self._clocks[self.host])
+
+        return run, lambda: _merge(self._clocks[self.host], end)
+
+    def _flush(self) -> None:
         """Note how many operators were queued since the event before."""
-        if self._since:
-            events = self._recording.events
-            events.insert(len(events) - (insert or 1), Computed(self._since))
+        if self._since and threading.current_thread() is self._thread:
+            self._recording.events.append(Computed(self._since, self.current))
             self._since = 0
+
+
+def _key(tensor: Tensor) -> int:
+    """Tells a tensor's storage from others that exist."""
+    return tensor.untyped_storage()._cdata
 
 
 def _accesses(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -281,6 +366,10 @@ def _accesses(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[
     return reads, writes + [output for output in outputs if not any(output is given for given in writes)]
 
 
+def _nothing() -> None:
+    pass
+
+
 def _merge(clock: Clock, other: Clock) -> None:
     for stream, time in other.items():
         if time > clock.get(stream, 0):
@@ -292,12 +381,21 @@ def _words(access: Access) -> str:
     return f"{access.what} {done} bytes {access.low} to {access.high} on stream {access.stream}"
 
 
-def _caller(what: str) -> str:
-    """Where in the package something was called."""
-    frames = [frame for frame in traceback.extract_stack() if "/hexad/" in frame.filename]
-    inner = [frame for frame in frames if "/comm/" not in frame.filename][-2:]
-    places = (f"{frame.filename.rpartition('/hexad/')[2]}:{frame.name}" for frame in reversed(inner))
-    return f" ({', from '.join(places)})" if inner else ""
+def places() -> list[str]:
+    """Where in the package, but for ``comm``, something is called: innermost function first."""
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/hexad/" in name and "/comm/" not in name:
+            found.append(f"{name.rpartition('/hexad/')[2]}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
+
+
+def _caller() -> str:
+    inner = places()[:2]
+    return f" ({', from '.join(inner)})" if inner else ""
 
 
 class SimulatedStreams(streams.Streams):
@@ -327,6 +425,7 @@ class SimulatedStreams(streams.Streams):
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
         with _disable_current_modes():
             copy = tensor.clone()
+        self._races.allocated(copy)
         self._races.access(self._races.current, "moved", [], [copy])
         return copy
 
@@ -336,6 +435,20 @@ def races(recording: Recording) -> Iterator[Races]:
     """Look for races in what is done inside, on the way that a GPU would take."""
     found = Races(recording)
     recording.observers.append(found)
+    submit, outcome = ThreadPoolExecutor.submit, Future.result
+
+    def submitted(pool: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        run, ended = found.thread(lambda: function(*args, **kwargs))
+        future: Any = submit(pool, run)
+        future.ended = ended
+        return future
+
+    def result(future: Any, timeout: float | None = None) -> Any:
+        try:
+            return outcome(future, timeout)
+        finally:
+            getattr(future, "ended", _nothing)()
+
     originals = {name: getattr(Tensor, name) for name in ("tolist", "numpy")}
 
     def reading(name: str) -> Any:
@@ -353,6 +466,8 @@ def races(recording: Recording) -> Iterator[Races]:
     with (
         mock.patch.multiple(Tensor, **{name: reading(name) for name in originals}),
         mock.patch.object(streams, "of", lambda device: simulated),
+        mock.patch.object(ThreadPoolExecutor, "submit", submitted),
+        mock.patch.object(Future, "result", result),
         found,
     ):
         yield found

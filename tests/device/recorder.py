@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from threading import current_thread
 from typing import Any, Protocol
@@ -22,7 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hexad.comm import collectives
 
+from ..forwarding import Exchange, Forwarding
+
 NAME = "recorded"
+COMPUTE = "compute"
+"""The stream that is the current one unless something is done beside it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Call:
         dtype: of the elements.
         peer: the other end's place in the group, of messages; the source of a broadcast.
         batch: number of the batch that the message was started in; None of one started by itself.
+        stream: the current one, which it follows.
     """
 
     number: int
@@ -54,25 +60,58 @@ class Call:
     dtype: str
     peer: int | None = None
     batch: int | None = None
+    stream: str = COMPUTE
+
+    @property
+    def message(self) -> bool:
+        """Whether it is one end of a message."""
+        return self.kind in ("send", "receive")
 
 
 @dataclass(frozen=True)
 class Waited:
-    """The computing stream waits for a call."""
+    """A stream waits for a call."""
+
+    number: int
+    stream: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Operators that a stream runs between two events."""
+
+    operators: int
+    stream: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A stream waits for what another one has been asked for."""
+
+    before: str
+    stream: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A stream has been asked for what the host may wait for."""
+
+    number: int
+    stream: str = COMPUTE
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The host waits until a stream has come to a mark."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Computed:
-    """Operators that run between two events."""
-
-    operators: int
-
-
-@dataclass(frozen=True)
 class Synchronised:
-    """The host waits for the computing stream: it reads a value."""
+    """The host waits for a stream: it reads a value."""
+
+    stream: str = COMPUTE
 
 
 @dataclass(frozen=True)
@@ -82,7 +121,9 @@ class Agreed:
     number: int
 
 
-Event = Created | Call | Waited | Computed | Synchronised | Agreed
+Queued = Waited | Computed | Followed | Marked
+"""What a stream is asked for."""
+Event = Created | Call | Queued | Reached | Synchronised | Agreed
 
 
 class Observer(Protocol):
@@ -97,11 +138,12 @@ class Observer(Protocol):
 
 @dataclass
 class Recording:
-    """What this rank has asked of all its process groups, in order."""
+    """What this rank has asked of all its process groups, in order; ``stream`` is the current one."""
 
     events: list[Event] = field(default_factory=list)
     observers: list[Observer] = field(default_factory=list)
     alone: bool = False
+    stream: str = COMPUTE
     batch: int | None = None
     numbers: Iterator[int] = field(default_factory=count)
     batches: Iterator[int] = field(default_factory=count)
@@ -112,150 +154,105 @@ _current = Recording()
 
 
 class Work:
-    """A call under way: tensors are held until it has been waited for, as NCCL's work holds them."""
+    """A call under way. The tensors of a collective are held until it has been waited for, as NCCL's work
+    holds them; those of a message are not: NCCL calls ``record_stream`` for their memory."""
 
     def __init__(
-        self, inner: Any, recording: Recording, call: Call, tokens: list[Any], held: Any, last: Any
+        self,
+        inner: Any,
+        recording: Recording,
+        call: Call,
+        tokens: list[Any],
+        held: Any,
+        last: Callable[[], object],
     ) -> None:
         self._inner, self._recording, self._call = inner, recording, call
         self._tokens, self._held, self._last = tokens, held, last
+        self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait on the host, which is more than a device's stream would; noted as the stream's wait."""
-        if self._held is not None:
-            if self._inner is not None:
-                self._inner.wait()
+        if not self._over:
             with _disable_current_modes():
+                if self._inner is not None:
+                    self._inner.wait()
                 self._last()
-        self._recording.events.append(Waited(self._call.number))
+        self._over = True
         for observer, token in zip(self._recording.observers, self._tokens):
             observer.waited(token)
+        self._recording.events.append(Waited(self._call.number, self._recording.stream))
         self._held = None
         return True
 
     def is_completed(self) -> bool:
-        return self._held is None
+        return self._over
 
 
 def _nothing() -> None:
     pass
 
 
-class Recorded(dist.ProcessGroup):
+class Recorded(Forwarding):
     """Records calls, and passes them on to ``inner``, a gloo group; without one nothing is exchanged."""
+
+    name = NAME
 
     def __init__(self, rank: int, size: int, inner: Any, recording: Recording) -> None:
         super().__init__(rank, size)
-        self._place, self._members, self._inner, self._recording = rank, size, inner, recording
+        self._inner, self._recording = inner, recording
         self.label = ""
 
-    def size(self) -> int:
-        return self._members
-
-    def rank(self) -> int:
-        return self._place
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    def _call(
+    def forward(
         self,
         kind: str,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        start: Callable[[Any], Any],
-        alone: Callable[[], None] = _nothing,
-        last: Callable[[], None] = _nothing,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        exchange: Exchange,
         peer: int | None = None,
     ) -> Work:
-        """Record a call; ``start`` passes it on, ``alone`` is done instead in a dry run, ``last`` once it has
-        been waited for."""
-        recording = self._recording
-        tensor = (*reads, *writes)[0]
+        """Record a call and pass it on."""
+        recording, tensors = self._recording, (*inputs, *outputs)
         batch = recording.batch if kind in ("send", "receive") else None
-        nbytes = sum(part.nbytes for part in reads or writes)
-        made = Call(next(recording.numbers), self.label, kind, nbytes, str(tensor.dtype), peer, batch)
-        recording.events.append(made)
-        tokens = [observer.launched(made, reads, writes) for observer in recording.observers]
+        nbytes = sum(part.nbytes for part in inputs or outputs)
+        dtype = str(tensors[0].dtype) if tensors else ""
+        call = Call(next(recording.numbers), self.label, kind, nbytes, dtype, peer, batch, recording.stream)
+        writes = self._written(kind, inputs, outputs)
+        tokens = [observer.launched(call, inputs, writes) for observer in recording.observers]
+        recording.events.append(call)
+        inner, last = None, _nothing
         with _disable_current_modes():
             if self._inner is None:
-                alone()
-            inner = None if self._inner is None else start(self._inner)
-        return Work(inner, recording, made, tokens, (reads, writes), last if self._inner else _nothing)
+                self._alone(kind, inputs, outputs)
+            else:
+                results = outputs
+                if kind == "reduce_scatter":  # gloo's does not allow an output inside the input
+                    results = [outputs[0].new_empty(outputs[0].shape)]
+                    last = partial(outputs[0].copy_, results[0])
+                inner = exchange(self._inner, inputs, results)
+        return Work(inner, recording, call, tokens, () if call.message else tensors, last)
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._call("all_reduce", tensors, tensors, lambda group: group.allreduce(tensors, opts))
+    def _written(self, kind: str, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        """What a call writes: gathered in place, a rank's own part is only read."""
+        if kind == "all_gather" and len(outputs) == 1:
+            parts = outputs[0].view(self.members, *inputs[0].shape)
+            if inputs[0].data_ptr() == parts[self.place].data_ptr():
+                return [parts[: self.place], parts[self.place + 1 :]]
+        return outputs
 
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
-        source = opts.rootRank
-        return self._call(
-            "broadcast", tensors, tensors, lambda group: group.broadcast(tensors, opts), peer=source
-        )
-
-    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> Work:
-        def alone() -> None:
-            parts = output.view(self._members, *own.shape)
-            parts.copy_(own.clone())
-
-        parts, writes = output.view(self._members, *own.shape), [output]
-        if own.data_ptr() == parts[self._place].data_ptr():  # in place: this rank's part is only read
-            writes = [parts[: self._place], parts[self._place + 1 :]]
-        return self._call(
-            "all_gather", [own], writes, lambda group: group._allgather_base(output, own), alone
-        )
-
-    def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
-        # gloo's own does not allow an output inside the input.
-        total = given.clone() if self._inner is not None else given
-
-        def last() -> None:
-            output.copy_(total.view(self._members, *output.shape)[self._place])
-
-        def alone() -> None:
-            output.copy_(given.view(self._members, *output.shape)[self._place].clone())
-
-        return self._call(
-            "reduce_scatter", [given], [output], lambda group: group.allreduce([total]), alone, last
-        )
-
-    def all_to_all_single(
-        self, output: Tensor, given: Tensor, received: list[int], sent: list[int], opts: Any = None
-    ) -> Work:
-        def alone() -> None:
-            output.zero_()
-            rows = min(len(output), len(given))
-            output[:rows].copy_(given[:rows])
-
-        return self._call(
-            "all_to_all",
-            [given],
-            [output],
-            lambda group: group.alltoall_base(output, given, received, sent),
-            alone,
-        )
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return self._call("send", tensors, [], lambda group: group.send(tensors, peer, tag), peer=peer)
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        def alone() -> None:
-            tensors[0].fill_(0.01 if tensors[0].is_floating_point() else 0)
-
-        return self._call(
-            "receive", [], tensors, lambda group: group.recv(tensors, peer, tag), alone, peer=peer
-        )
-
-    def allgather(self, outputs: list[list[Tensor]], own: list[Tensor], opts: Any = None) -> Work:
-        def alone() -> None:
-            for output in outputs[0]:
-                output.copy_(own[0])
-
-        return self._call("all_gather", own, outputs[0], lambda group: group.allgather(outputs, own), alone)
-
-    # Their names before torch 2.13.
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    alltoall_base = all_to_all_single
+    def _alone(self, kind: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Results without other ranks: finite numbers."""
+        if kind == "all_gather":
+            own = inputs[0].clone()
+            for output in outputs:
+                output.view(-1, *own.shape).copy_(own)
+        elif kind == "reduce_scatter":
+            outputs[0].copy_(inputs[0].view(self.members, *outputs[0].shape)[self.place].clone())
+        elif kind == "all_to_all":
+            rows = min(len(outputs[0]), len(inputs[0]))
+            outputs[0].zero_()
+            outputs[0][:rows].copy_(inputs[0][:rows])
+        elif kind == "receive":
+            outputs[0].fill_(0.01 if outputs[0].is_floating_point() else 0)
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Recorded:

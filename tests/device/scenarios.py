@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from hexad import Engine, HexadError, Mesh
 from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.comm import agreement
+from hexad.compat.deepspeed.zero import GatheredParameters
 from hexad.engine.language import Counts, LanguageModel
 from hexad.topology import mesh
 from hexad.topology.layout import Layout, Level, Tree
@@ -29,7 +31,7 @@ from ..generation import test_context as generation
 from ..parity import harness
 from ..parity.context_cases import CONTEXT_GRID
 from ..parity.harness import DROPPED, EXPERT_GRID, VARIANTS, Case, deep
-from .mutations import applied, places
+from .mutations import applied
 from .races import simulated
 from .recorder import Event
 
@@ -41,11 +43,13 @@ class Seen:
     Attributes:
         value: what the scenario returned.
         races: a line each.
+        waits: places of the package that have waited for collectives.
         events: what was asked of its process groups, see :mod:`.recorder`.
     """
 
     value: Any
     races: list[str]
+    waits: set[str]
     events: list[Event]
 
 
@@ -64,7 +68,7 @@ def watched(
     """Run a scenario on this rank, watched; ``store`` as in :func:`.races.simulated`."""
     with simulated(rank, world, store) as (recording, races), applied(mutation, races):
         value = scenario.function(*scenario.arguments)
-    return Seen(value, races.found, recording.events)
+    return Seen(value, races.found, races.waits, recording.events)
 
 
 def run(pool: Any, scenario: Scenario, mutation: str | None = None) -> list[Seen]:
@@ -72,11 +76,6 @@ def run(pool: Any, scenario: Scenario, mutation: str | None = None) -> list[Seen
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         return pool.apart(scenario.world, watched, store, scenario, mutation)
-
-
-def places_of(name: str) -> set[str]:
-    """Where a scenario waits for collectives."""
-    return places(lambda: SCENARIOS[name].function(*SCENARIOS[name].arguments))
 
 
 def dry_run(
@@ -169,6 +168,29 @@ def saved_and_resumed(case: Case, offload: bool) -> list[float]:
         return losses
 
 
+def changed_after_saves(stage: int, bf16: bool) -> list[float]:
+    """Saves in the background, each followed by a change of weights outside of updates, as scripts clip or
+    replace them."""
+    program = deepspeed_engine.deepspeed_engine(stage, bf16={"enabled": bf16})
+    engine, layer = program._engine, program.module.last
+    # As with hexad.training.saves.Saves; DeepSpeed's interface saves at once.
+    checkpoint = engine.config.checkpoint.model_copy(update={"asynchronous": True})
+    config = engine.config.model_copy(update={"checkpoint": checkpoint})
+    with tempfile.TemporaryDirectory() as directory:
+        checkpointer = Checkpointer(config, engine.mesh, CheckpointDirectory(directory))
+        losses = []
+        for step in range(3):
+            losses += deepspeed_engine.steps(program, step, step + 1)
+            checkpointer.save(engine.chunks(), engine.progress())
+            if step == 1 and stage < 3:
+                with torch.no_grad():
+                    layer.weight.clamp_(-0.1, 0.1)
+            with GatheredParameters(layer.parameters(), modifier_rank=0), torch.no_grad():
+                layer.weight.fill_(0.1)
+        checkpointer.close()
+        return losses
+
+
 def refused(case: Case) -> str:
     """One rank has a token id outside the vocabulary: all refuse the step; then a good one."""
     config = case.config()
@@ -223,6 +245,8 @@ SCENARIOS: dict[str, Scenario] = {
     "saved and resumed, pipeline, zero 3": Scenario(
         4, saved_and_resumed, (Case(deep(VARIANTS[1], 3), 2, pipeline=2, zero=3), False)
     ),
+    "changed after saves, zero 1": Scenario(2, changed_after_saves, (1, False)),
+    "changed after saves, bf16, zero 3": Scenario(2, changed_after_saves, (3, True)),
     "generation, pipeline 2, tensor 2": Scenario(
         4, generation.computed, ([next(iter(generation.MODELS))], generation.Degrees(1, tensor=2, pipeline=2))
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,18 @@ from ..parity.harness import VARIANTS, Case, Variant, deep
 from ..pool import Pool
 from . import scenarios
 from .nccl import Played, play
-from .recorder import Agreed, Call, Computed, Created, Event, Synchronised, Waited
+from .recorder import (
+    Agreed,
+    Call,
+    Computed,
+    Created,
+    Event,
+    Followed,
+    Marked,
+    Reached,
+    Synchronised,
+    Waited,
+)
 
 PAIR = Created("g", (0, 1))
 
@@ -121,6 +133,58 @@ def test_the_host_waits_where_it_reads_and_agrees() -> None:
     )
 
 
+def test_streams_beside_the_computing_one_do_not_delay_it() -> None:
+    """A sum on a stream of its own, which the computing one joins later."""
+    beside = [
+        Followed("compute", "side"),
+        call(0, stream="side"),
+        Waited(0, "side"),
+        call(1, stream="side"),
+        Computed(100),
+        Waited(1),
+    ]
+    played = play({rank: [PAIR, *beside, Synchronised()] for rank in (0, 1)})
+    assert (played.problems, played.seconds, played.waited) == ([], 100.0, {0: 0.0, 1: 0.0})
+    joined = [*beside[:3], Computed(5), Followed("side", "compute"), Computed(5)]
+    assert play({rank: [PAIR, *joined, Synchronised()] for rank in (0, 1)}).seconds == 16.0
+    assert play({rank: [PAIR, *joined[2:], *joined[:2]] for rank in (0, 1)}).problems  # for what is not yet
+
+
+def test_the_host_waits_for_a_mark_not_for_what_follows_it() -> None:
+    later = [PAIR, Agreed(0), call(0), Waited(0)]
+    marked = [PAIR, Computed(5), Marked(0), call(0), Waited(0), Reached(0), Agreed(0)]
+    assert problems(marked, later) == []
+    read = [Synchronised() if event == Reached(0) else event for event in marked]
+    assert "its host at synchronised" in problems(read, later)[0]
+
+
+def test_communicators_without_a_device_are_created_where_they_are_used() -> None:
+    groups = [PAIR, Created("h", (0, 1))]
+    apart = [call(0), call(1, group="h")], [call(0, group="h"), call(1)]
+    programs = {rank: [*groups, *calls] for rank, calls in enumerate(apart)}
+    assert play(programs).problems == []
+    assert "its host at call" in play(programs, lazily=True).problems[0]
+
+
+def test_pairs_of_ranks_without_a_device_have_communicators_for_messages() -> None:
+    """A ring in which all send first, after messages in an order that creates them."""
+    everyone, sends = Created("g", (0, 1, 2)), [(0, 1), (1, 2), (2, 0)]
+    programs: dict[int, list[Event]] = {}
+    for rank in range(3):
+        before, after = (rank - 1) % 3, (rank + 1) % 3
+        first = [
+            call(number, "send" if ends[0] == rank else "receive", peer=ends[ends[0] == rank])
+            for number, ends in enumerate(sends)
+            if rank in ends
+        ]
+        ring = [call(4, "send", peer=after), call(5, "receive", peer=before)]
+        programs[rank] = [everyone, *first, *ring]
+    assert "deadlock" in play(programs).problems[0]
+    assert play(programs, lazily=True).problems == []
+    hosts = {rank: [everyone, *events[-2:]] for rank, events in programs.items()}
+    assert "its host at call" in play(hosts, lazily=True).problems[0]
+
+
 def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
     """Messages in the order in which each rank comes to them."""
     orders = []
@@ -182,6 +246,25 @@ def test_changed_programs_are_noticed(kind: str, recorded: dict[int, list[Event]
 
 def _same(one: Event, other: Call) -> bool:
     return isinstance(one, Call) and replace(one, number=0) == replace(other, number=0)
+
+
+@pytest.mark.parametrize(("sequence", "exposed"), [(True, 4 * 3 + 3), (False, 2 * 3 + 1)])
+def test_a_backward_pass_computes_beside_its_collectives(sequence: bool, exposed: int, pool: Pool) -> None:
+    """Exposed are those of the forward pass (four of a layer with sequence parallel, else two; of embedding
+    and head), and the first gather of the backward pass."""
+    case = Case(deep(VARIANTS[0], 3), tensor=2, sequence=sequence, samples=2, steps=1)
+    recorded, _ = scenarios.dry_run(pool, case, axes=("tensor",))
+    for events in recorded.values():
+        activations = [e.number for e in events if isinstance(e, Call) and e.nbytes >= 1920]
+        beside, under_way = Counter[int](), set[int]()
+        for event in events:
+            if isinstance(event, Call):
+                under_way.add(event.number)
+            elif isinstance(event, Waited):
+                under_way.discard(event.number)
+            elif isinstance(event, Computed):
+                beside.update(under_way)
+        assert sum(not beside[number] for number in activations) == exposed
 
 
 # Large worlds

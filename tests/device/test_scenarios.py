@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ..pool import Pool
-from . import mutations, nccl, scenarios
-from .mutations import MUTATIONS
+from . import nccl, scenarios
+from .mutations import MUTATIONS, WAITS
 from .scenarios import SCENARIOS
 
 QUICK = (
@@ -63,25 +63,13 @@ def _some(every: object, quick: tuple[str, ...]) -> list[object]:
 def test_nothing_races_and_nothing_hangs(name: str, pool: Pool) -> None:
     ranks = scenarios.run(pool, SCENARIOS[name])
     assert sorted({race for seen in ranks for race in seen.races}) == []
-    assert nccl.play({rank: seen.events for rank, seen in enumerate(ranks)}).problems == []
+    assert {place for seen in ranks for place in seen.waits} <= WAITS.keys()  # each has a mutation
+    programs = {rank: seen.events for rank, seen in enumerate(ranks)}
+    for lazily in (False, True):
+        assert nccl.play(programs, lazily=lazily).problems == []
 
 
 @pytest.mark.parametrize("name", _some(MUTATIONS, NOTICED))
 def test_broken_order_of_streams_is_noticed(name: str, pool: Pool) -> None:
     ranks = scenarios.run(pool, SCENARIOS[MUTATIONS[name].scenario], name)
     assert any(seen.races for seen in ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_every_missing_wait_is_noticed(name: str, pool: Pool) -> None:
-    """Wherever the scenario waits for something that it computes with; sends are held by what sends them."""
-    scenario = SCENARIOS[name]
-    listing = scenarios.Scenario(scenario.world, scenarios.places_of, (name,))
-    places = set().union(*(seen.value for seen in scenarios.run(pool, listing)))
-    missed = [
-        place
-        for place in sorted(places - mutations.REDUNDANT)
-        if not any(seen.races for seen in scenarios.run(pool, scenario, mutations.NO_WAIT + place))
-    ]
-    assert missed == []

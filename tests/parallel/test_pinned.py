@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from hexad.comm import streams
 from hexad.comm.streams import CudaStreams
 from hexad.launching import launch
 from hexad.model.configuration import build_config
@@ -26,23 +27,29 @@ pinned = CudaStreams(torch.device("cuda", 0)).pinned
 
 
 class _Runtime:
-    """Records what is locked."""
+    """Records what is locked, and how often the device was waited for."""
 
     def __init__(self, error: int = 0) -> None:
         self.locked: dict[int, int] = {}
         self.error = error
+        self.waits = 0
+
+    def synchronize(self, device: torch.device) -> None:
+        self.waits += 1
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.locked[address] = size
         return self.error
 
     def cudaHostUnregister(self, address: int) -> None:
+        assert self.waits  # for copies that may be under way
         del self.locked[address]
 
 
 def test_exactly_what_is_needed_is_locked_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = _Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
     tensor = pinned(torch.zeros(1_000_003))
     view = tensor[5:]
     assert runtime.locked == {tensor.data_ptr(): 4_000_012}  # PyTorch's allocator: 4,194,304
@@ -59,6 +66,38 @@ def test_the_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Runtime(error=2))
     with pytest.raises(RuntimeError, match=r"4000 bytes failed with error 2; raise the limit .*ulimit -l"):
         pinned(torch.zeros(1000))
+
+
+def test_a_gpu_has_the_same_streams_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh may be given the current GPU without its number, which tensors always have."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert streams.of(torch.device("cuda")) is streams.of(torch.device("cuda", 3))
+    assert streams.of(torch.device("cuda", 0)) is not streams.of(torch.device("cuda", 3))
+
+
+def test_a_thread_waits_on_the_gpu_that_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's current GPU is the first one, where CUDA would be started."""
+    current = [0]
+    waits: list[int] = []
+
+    class Selected:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: waits.append(current[-1]))
+    monkeypatch.setattr(torch.cuda, "device", Selected)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    wait = CudaStreams(torch.device("cuda", 5)).mark()
+    assert not waits
+    wait()
+    assert waits == [5] and current == [0]
 
 
 @pytest.mark.parametrize(("data", "size"), [(1, 25.0), (6, 25.0), (7, 28.0), (512, 2048.0)])
@@ -133,7 +172,9 @@ def test_segments_grow_unless_the_user_decides(
     read: list[dict[str, str]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: read.append(dict(os.environ)))
     launch.start_on(GPU)
-    assert read == [expected]
+    (variables,) = read
+    assert variables.pop("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING") == "false"
+    assert variables == expected
 
 
 def test_rocm_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +182,7 @@ def test_rocm_has_no_segments_that_grow(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     launch.start_on(GPU)
-    assert not os.environ
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize(

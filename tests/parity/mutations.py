@@ -211,6 +211,10 @@ def _forget_product(mesh: Mesh) -> Patches:
     return [mock.patch.object(gradients.Gradients, "compute", compute)]
 
 
+def _forget_aside(mesh: Mesh) -> Patches:
+    return [mock.patch.object(gradients.Gradients, "compute_aside", lambda self: self._aside.clear())]
+
+
 def _stale_deferred_gather(mesh: Mesh) -> Patches:
     def gather(tensor: torch.Tensor, axis: Any) -> comm.Pending:
         return comm.Pending(tensor.repeat(axis.size, 1))
@@ -322,6 +326,7 @@ MUTATIONS = {
     "leave a stage's weights stale": Mutation(_stale_weights, _in(pipeline=2)),
     "send a stage no gradient": Mutation(_drop_boundary_gradient, _in(pipeline=2)),
     "forget the last deferred weight gradient": Mutation(_forget_product, _in(pipeline=2, schedule="zb_h1")),
+    "forget products that were set aside": Mutation(_forget_aside, _in(tensor=2)),
     "defer weight gradients of this rank's tokens only": Mutation(
         _stale_deferred_gather, _in(tensor=2, pipeline=2, schedule="zb_h1")
     ),

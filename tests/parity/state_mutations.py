@@ -34,8 +34,8 @@ def _keep_own_gradient(mesh: Mesh) -> Patches:
 def _last_microbatch_only(mesh: Mesh) -> Patches:
     original = gradients.Gradients.start
 
-    def start(self: Any, number: int, first: bool, absent: Any) -> None:
-        original(self, number, True, absent)
+    def start(self: Any, number: int, first: bool, last: bool, absent: Any) -> None:
+        original(self, number, True, last, absent)
 
     return [mock.patch.object(gradients.Gradients, "start", start)]
 

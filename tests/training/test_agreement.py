@@ -1,11 +1,14 @@
 """What every rank must have in common is compared before the first step."""
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from hexad.config import AgreedError, HexadError
+from hexad.engine.language import LanguageModel
 from hexad.launching.environment import Environment
 from hexad.launching.launch import Run
 from hexad.model.configuration import load_config
@@ -14,7 +17,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
-from ..small import config_of, engine_of
+from ..small import config_of, engine_of, microbatches
 from ..weights import WholeTensors
 
 NONE: Any = None  # no configuration is needed here
@@ -111,3 +114,39 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
 def test_peaks_go_by_whole_names(name: str, peak: float | None) -> None:
     peaks = published_peaks(name)
     assert (peaks and peaks[0]) == peak
+
+
+def _steps(ahead: bool) -> tuple[list[float], int]:
+    """Losses of steps and of an evaluation in between, and how often the ranks counted; ``ahead``: the second
+    and the third step's microbatches are announced, of which others are trained in the third."""
+    config = config_of(parallel={"data": 2}, batch={"micro": 1, "global": 4})
+    engine = engine_of(config)
+    batches = [microbatches(config, engine.mesh.data.rank, 2, seed) for seed in range(4)]
+    original, counted = LanguageModel._count, 0
+
+    def count(self: Any, given: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return original(self, given)
+
+    with mock.patch.object(LanguageModel, "_count", count):
+        results = [engine.train_step(batches[0]).loss]
+        if ahead:
+            engine.announce(batches[1])
+        results += [engine.evaluate(batches[3])[0], engine.train_step(batches[1]).loss]
+        if ahead:
+            engine.announce(batches[3])
+        results.append(engine.train_step(batches[2]).loss)
+        wrong = [replace(part, tokens=part.tokens + 40 * engine.mesh.rank) for part in batches[0]]
+        if ahead:
+            engine.announce(wrong)
+        with pytest.raises(HexadError, match=r"token id .* is outside the model's vocabulary of 40"):
+            engine.train_step(wrong)
+        results.append(engine.train_step(batches[0]).loss)
+    return results, counted
+
+
+def test_counts_that_are_agreed_on_ahead_are_those_of_the_step(pool: Pool) -> None:
+    for (losses, counted), (wanted, usual) in zip(pool.run(2, _steps, True), pool.run(2, _steps, False)):
+        assert losses == wanted
+        assert (usual, counted) == (6, 7)  # one was announced for nothing

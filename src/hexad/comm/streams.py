@@ -6,7 +6,7 @@ computing one, or by the host, is ordered here and in :mod:`.collectives` alone.
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -82,7 +82,13 @@ class CudaStreams(Streams):
     def mark(self) -> Callable[[], object]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return event.synchronize
+
+        def wait() -> None:
+            # In a thread whose current GPU is another one, which would start CUDA there.
+            with torch.cuda.device(self._device):
+                event.synchronize()
+
+        return wait
 
     def pinned(self, tensor: Tensor) -> Tensor:
         # Not by torch's allocator, which rounds up to a power of two.
@@ -95,9 +101,15 @@ class CudaStreams(Streams):
         if error:
             raise RuntimeError(
                 f"cudaHostRegister of {storage.nbytes()} bytes failed with error {error}; raise the limit of "
-                "locked memory (ulimit -l), or use memory.offload: none"
+                "locked memory (ulimit -l), or use memory.offload: none and checkpoint.asynchronous: false"
             )
-        weakref.finalize(storage, runtime.cudaHostUnregister, address)
+
+        def unlock() -> None:
+            with suppress(RuntimeError):  # the GPU has failed
+                torch.cuda.synchronize(self._device)  # copies may be under way
+            runtime.cudaHostUnregister(address)
+
+        weakref.finalize(storage, unlock)
         return tensor
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -106,7 +118,16 @@ class CudaStreams(Streams):
         return tensor.to(device, non_blocking=True)
 
 
-@cache
 def of(device: torch.device) -> Streams:
     """A device's streams, the same for all who ask."""
-    return CudaStreams(device) if device.type == "cuda" else Streams()
+    if device.type != "cuda":
+        return _HOST
+    return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_HOST = Streams()
+
+
+@cache
+def _of_gpu(index: int) -> Streams:
+    return CudaStreams(torch.device("cuda", index))

@@ -302,6 +302,14 @@ class Engine(State):
             self.step, loss, norm, rates.lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
         )
 
+    def announce(self, microbatches: Sequence[Microbatch]) -> None:
+        """Agree on what the next step's microbatches have, while this step runs; all ranks together.
+
+        ``train_step`` does not wait for the hosts of other ranks if it is then called with the same list.
+        What is wrong with the microbatches is raised there.
+        """
+        self._language().announce(microbatches)
+
     def _rates(self) -> Rates:
         """The learning rates of the next step."""
         config = self.config

@@ -142,6 +142,14 @@ def compute(stage: nn.Module, task: Task, inputs: Tensor | None, scale: float | 
     return stage.loss_sum(microbatch.tokens, labels, microbatch.spans, inputs, scale, task.key, auxiliary)
 
 
+class _Counting(NamedTuple):
+    """Microbatches, what this rank holds of them, and what all ranks have, which is being counted."""
+
+    microbatches: Sequence[Microbatch]
+    parts: list[Microbatch]
+    counts: Future[Counts]
+
+
 class LanguageModel:
     """From one rank's microbatches to what its stages compute: checks, counts, dropout keys, divisors.
 
@@ -156,6 +164,7 @@ class LanguageModel:
         self.shard = training_shard(config, mesh)
         self.axis = mesh.gradient_axis()
         self._counting = mesh.background("counts")
+        self._announced: _Counting | None = None
         self.vocab = int(config.model.vocab)
         self.slicing = Slicing.of(config.parallel, config.model)
         self.losses = ModelInventory(config.model).losses
@@ -220,7 +229,7 @@ class LanguageModel:
         Raises:
             HexadError: no position of the global batch has a target; else as :meth:`_counted`.
         """
-        parts, counting = self._count(microbatches)
+        _, parts, counting = self._begun(microbatches)
         placed = [part.to(self.mesh.device) for part in parts]
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         targets, pairs, *_ = self._counted(counting, equal=True)
@@ -248,7 +257,8 @@ class LanguageModel:
         Raises:
             HexadError: as :meth:`_counted`.
         """
-        parts, counting = self._count(microbatches)
+        self.settle()
+        _, parts, counting = self._count(microbatches)
         self._counted(counting, equal=self.config.parallel.zero == 3)
         targets = sum(part.targets() for part in parts)
         return [Task(part.to(self.mesh.device)) for part in parts], targets
@@ -278,7 +288,25 @@ class LanguageModel:
         microbatches."""
         return {name: total / (microbatches * self.mesh.data.size) for name, total in zip(self.losses, sums)}
 
-    def _count(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Future[Counts]]:
+    def announce(self, microbatches: Sequence[Microbatch]) -> None:
+        """Start counting what the next step's microbatches have, while this one runs; all ranks together.
+        :meth:`prepare` continues with the same list."""
+        self._announced = self._count(microbatches)
+
+    def settle(self) -> None:
+        """Wait for counts that :meth:`announce` has started."""
+        if self._announced is not None:
+            wait_for(self.mesh.world, self._announced.counts.result)
+
+    def _begun(self, microbatches: Sequence[Microbatch]) -> _Counting:
+        """The counts of these microbatches, started here unless they were announced."""
+        announced, self._announced = self._announced, None
+        if announced is None or announced.microbatches is microbatches:
+            return announced or self._count(microbatches)
+        wait_for(self.mesh.world, announced.counts.result)  # of others: the next would use its messages
+        return self._count(microbatches)
+
+    def _count(self, microbatches: Sequence[Microbatch]) -> _Counting:
         """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
         the hosts: the device is not waited for."""
         number = len(microbatches)
@@ -295,7 +323,7 @@ class LanguageModel:
             targets = sum(m.targets() for m in parts)
             pairs = sum(m.pairs() for m in parts) if self.mesh.context.rank == 0 else 0
         counts = Counts(targets, pairs, number, number, problem, self._agreement(parts))
-        return parts, merging(counts, self._counting, Counts.plus)
+        return _Counting(microbatches, parts, merging(counts, self._counting, Counts.plus))
 
     def _counted(self, counting: Future[Counts], equal: bool) -> Counts:
         """What :meth:`_count` has found, the same on all ranks.

@@ -110,6 +110,7 @@ class State:
 
     def initialise(self, frozen: bool = True) -> None:
         """Set parameters and optimizer to what a run begins with; without ``frozen`` only what is trained."""
+        streams.of(self.mesh.device).join(streams.SAVING)
         for bucket in self.buckets if frozen else self.trained:
             bucket.initialise(self.config.run.seed)
         for bucket in self.trained:
@@ -140,10 +141,10 @@ class State:
         traits = bucket.traits
         # A copy of the embedding's weight is written by the stage with the embedding.
         holder = None if traits.copy else self.sharding[traits.grid].holder(traits)
+        # Users may change the weights of their modules at any time.
+        steady = self._described or not (tensor is bucket.master and bucket.in_use)
         return [
-            Chunk(
-                rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen, steady=True
-            )
+            Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen, steady)
             for rectangle, values in bucket.pieces(tensor)
         ]
 

@@ -169,12 +169,15 @@ _ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _OTHER_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Older names of it, which have precedence."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_SERIALIZED = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 _COMPILERS, _MOST_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS", 32  # torch's own limit
 
 
 def start_on(device: torch.device) -> None:
     """Make a GPU the current one. PyTorch's allocator will reserve memory in segments that can grow, of which
     less is lost to fragmentation, unless the user has set it up otherwise."""
+    # It advises what a mesh does: messages have communicators of their own (Axis.to_next).
+    os.environ.setdefault(_SERIALIZED, "false")
     # Read when CUDA starts; ROCm has no such segments.
     if torch.version.hip is None and not any(name in os.environ for name in (_ALLOCATOR, *_OTHER_NAMES)):
         os.environ[_ALLOCATOR] = "expandable_segments:True"

@@ -148,7 +148,7 @@ class AttentionSpec(BranchSpec):
         rotated = q + k if self._computed else 0
         product = max(0 if split else self.out.weight_product(run), self.out.dropping(run))
         out = gathered + max(self.out.eight_bits(run), q + product)
-        moments = [Moment(out, gathered + q, self.out.matrices)]
+        moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
         # Recomputed queries and keys; the gradients of all three.
         operands = split and self.out.trained
         live = q + (gathered if operands else 0) + (rotated if selective else 0)

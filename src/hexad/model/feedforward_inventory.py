@@ -76,6 +76,6 @@ class FeedForwardSpec(BranchSpec):
         activation = live + activated * (3 if self.gated else 1)
         inner = self.inner.backward(run, selective, split).above(live - activated)
         return [
-            Moment(down, gathered + recomputed + activated, self.down.matrices),
+            Moment(down, gathered + recomputed + activated, self.down.matrices, self.down.aside(run, split)),
             inner._replace(needed=max(activation, inner.needed)),
         ]

@@ -156,17 +156,32 @@ def weight_gradient(
     gather: Axis | None = None,
     rows: Sequence[int] | None = None,
     add: AddProduct = _add_product,
+    aside: bool = False,
 ) -> Tensor | None:
     """``output_gradient [tokens, out].T @ inputs [tokens, in]``: contributed (returning None), or
     returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
-    ``rows`` is for a stack of matrices, ``add`` computes the product, see :class:`WeightGradient`.
+    ``rows`` is for a stack of matrices, ``add`` computes the product, see :class:`WeightGradient`. With
+    ``aside`` it is computed while the next collective is under way that calls :func:`meanwhile`.
     """
     if not weight.requires_grad:
         return None
     # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    return contributed(weight, WeightGradient(output_gradient, inputs.detach(), gather, rows, add))
+    product = WeightGradient(output_gradient, inputs.detach(), gather, rows, add)
+    accumulator = accumulator_of(weight)
+    if aside and accumulator is not None:
+        accumulator.set_aside(weight, product)
+        return None
+    return contributed(weight, product)
+
+
+def meanwhile(parameter: Tensor | None) -> None:
+    """Compute the products that were set aside: a collective is under way, for which the backward pass would
+    only wait. ``parameter`` is one of a layer that is trained, if it has one."""
+    accumulator = None if parameter is None else accumulator_of(parameter)
+    if accumulator is not None:
+        accumulator.compute_aside()
 
 
 def bias_gradient(bias: Tensor | None, output_gradient: Tensor) -> Tensor | None:

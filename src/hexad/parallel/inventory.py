@@ -246,15 +246,18 @@ class Moment(NamedTuple):
             kept has been given up.
         complete: bytes when the weight's gradient is complete, above the same.
         weights: whose gradient that is.
+        aside: bytes of the operands, where the weight's gradient is set aside: they stay, and the gradient is
+            complete, until the next collective that nothing else is computed beside.
     """
 
     needed: int
     complete: int
     weights: tuple[Parameter, ...] = ()
+    aside: int = 0
 
     def above(self, held: int) -> Moment:
         """The moment on top of ``held`` bytes that are there anyway."""
-        return Moment(self.needed + held, self.complete + held, self.weights)
+        return self._replace(needed=self.needed + held, complete=self.complete + held)
 
 
 @dataclass(frozen=True)

@@ -196,27 +196,33 @@ class StageMemory:
             )
             for block, kind in {part for _, part in self.layers}
         }
+        aside, later = 0, list[int]()  # operands of a product that is set aside, and whose gradient that is
         for number, part in reversed(self.layers[stage.unreached :]):
             moments, left = parts[part]
             unit = f"layers.{number}"
             reached: str | None = unit
-            for needed, complete, weights in moments:
-                done = [] if split else [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
-                yield base + needed, base + complete, done, reached
+            for moment in moments:
+                own = [] if split else [self.numbers[f"{unit}.{weight.name}"] for weight in moment.weights]
+                needed, done = base + moment.needed + aside, list[int]()
+                if moment.aside or (moment.weights and not run.sequence):  # the one before is computed
+                    done, later, aside = later, [], 0
+                if moment.aside:
+                    later, own, aside = own, [], moment.aside
+                yield needed, base + moment.complete + aside, done + own, reached
                 reached = None
             base += left
             last = number == stage.layers[-1]
             base += stream if last and not stage.last else 0  # what was received is held to the end
             yield base, base, self._vectors(unit), None
         first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
-        yield base, base, first, None
+        yield base + aside, base, later + first, None
 
     def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
         """Yield the moments of ``W``, in the form of :meth:`_backward`."""
         released = 0
         parts = {block: block.weight_moments(self.run) for block in set(self.stage.blocks)}
         for number, (block, _) in reversed(self.layers[self.stage.unreached :]):
-            for needed, complete, weights in parts[block]:
+            for needed, complete, weights, _ in parts[block]:
                 done = [self.numbers[f"layers.{number}.{weight.name}"] for weight in weights]
                 yield needed - released, complete - released, done, None
             released += block.operands(self.run).total()

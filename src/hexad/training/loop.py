@@ -4,7 +4,7 @@ import logging
 import resource
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ class Trainer:
         self.saves.begin()
         run.agreed(self._prepare_data)
         self.pace = Pace(mesh)
-        self.engine.after_passes = self.pace.computed
+        self.engine.after_passes = self._passes_started
         directory = Path(config.run.dir)
         self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
@@ -110,6 +110,17 @@ class Trainer:
 
     def _make_engine(self) -> Engine:
         return Engine(self.run.resolved, self.mesh, initialise=False)
+
+    def _passes_started(self) -> None:
+        """The step's last backward pass has been started: the host has time for the next step."""
+        self.pace.computed()
+        self._announce()
+
+    def _announce(self) -> None:
+        """Let the ranks agree meanwhile on what the next step's microbatches have."""
+        if self.engine.step + 1 < self.config.run.steps:
+            with suppress(HexadError, OSError):  # raised where the data is needed
+                self.engine.announce(self.loader.ahead())
 
     def _prepare_data(self) -> None:
         """Build or load the indexes of large data before the first step."""
@@ -138,6 +149,8 @@ class Trainer:
             self.saves.close()
             if error is None or isinstance(error, AgreedError):
                 self.pace.close()  # all ranks do
+                if self.engine.language is not None:
+                    self.engine.language.settle()
         except HexadError as failed:
             if error is None:
                 raise

@@ -109,7 +109,8 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
         return axis.group
     world = _world()
     if world.alone is None:
-        world.alone = new_group("alone", (dist.get_rank(),), world.group, join(), _TIMEOUT, "alone")
+        # Not split off another group, which all its ranks would have to do together.
+        world.alone = new_group("alone", (dist.get_rank(),), None, join(), _TIMEOUT, "alone")
     return world.alone
 
 

@@ -114,6 +114,9 @@ class _ScriptTrainer(Trainer):
     def _make_engine(self) -> Engine:
         return self._engine
 
+    def _announce(self) -> None:
+        """No-op: what the script's losses are means of is counted as they are computed."""
+
     def _data_identity(self) -> Any:
         return super()._data_identity() if isinstance(self._training, FlagsData) else None
 

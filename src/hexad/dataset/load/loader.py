@@ -167,6 +167,16 @@ class DataLoader:
         self._ahead = (following, self._reader.submit(self._read, following))
         return future.result()
 
+    def ahead(self) -> list[Microbatch]:
+        """The microbatches of the step after the one that was requested last; the list that :meth:`step` will
+        return.
+
+        Raises:
+            HexadError, OSError: as :meth:`step`.
+        """
+        assert self._ahead is not None, "no step was requested"
+        return self._ahead[1].result()
+
     def _read(self, consumed: int) -> list[Microbatch]:
         stride = self.micro * self.data_size
         rows = consumed + self.data_rank * self.micro + np.arange(self.micro)

@@ -202,6 +202,11 @@ class Bucket:
         self.source = shard if self.plan.resident or host else self.master
 
     @property
+    def in_use(self) -> bool:
+        """Whether modules compute with the master values themselves."""
+        return self.plan.resident and self.master.data_ptr() == self.source.data_ptr()
+
+    @property
     def held(self) -> tuple[Tensor, int]:
         """The values that always are on the device, and which element of the bucket they begin with."""
         if self.plan.resident:

@@ -70,6 +70,7 @@ class Gradients:
         self._reducing: dict[int, deque[tuple[Pending | None, Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, Tensor]] = []
         self._deferred: Deferred | None = None
+        self._aside: Deferred = deque()
         self._extended, self._later = False, dict[int, Tensor]()
         self._places: dict[Tensor, tuple[int, int]] = {}
         for number, bucket in enumerate(buckets):
@@ -95,17 +96,37 @@ class Gradients:
         contribution.add_to(self._buckets[number].view(self._whole(number), member), fresh)
         self._rounds.added(number, member, last)
 
+    def set_aside(self, parameter: Tensor, product: WeightGradient) -> None:
+        """Keep a product until :meth:`compute_aside`, at most to the end of the backward pass under way."""
+        if not self._aside and self._deferred is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self.compute_aside)
+        self._aside.append((parameter, product))
+
+    @torch.no_grad()
+    def compute_aside(self) -> None:
+        """Compute the products that were set aside, also while others are deferred: the device would only
+        wait for a collective."""
+        deferred, self._deferred = self._deferred, None
+        try:
+            while self._aside:
+                self.contribute(*self._aside.popleft())
+        finally:
+            self._deferred = deferred
+
     @contextmanager
     def defer(self) -> Iterator[Deferred]:
         """Keep products for later while inside; yields where they are collected.
 
-        A backward pass inside computes gradients of activations only: the pipeline's ``B``, to which
-        :meth:`compute` is the ``W`` (Qi et al., arXiv 2401.10241).
+        A backward pass inside computes gradients of activations, and of weights only what has been set aside
+        and fits beside a collective: the pipeline's ``B``, to which :meth:`compute` is the ``W`` (Qi et al.,
+        arXiv 2401.10241).
         """
         self._deferred = deque()
         try:
             yield self._deferred
+            self._deferred += self._aside
         finally:
+            self._aside.clear()
             self._deferred = None
 
     @torch.no_grad()
@@ -131,6 +152,7 @@ class Gradients:
 
         What an interrupted step has left behind is thrown away.
         """
+        self._aside.clear()
         self._rounds.begin(microbatches)
         self._wait()
         self._extended = False

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hexad.comm import all_gather, all_reduce, reduce_scatter
+from hexad.comm import all_gather_async, all_reduce, reduce_scatter
 
-from ..contributions import Rows, contributed
+from ..contributions import Rows, contributed, meanwhile
 from ..sharding import Shard, ShardedModule
 from .embedding_inventory import EmbeddingSpec, HeadSpec
 from .linear import column_linear
@@ -35,7 +35,9 @@ class _Embed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
         if ctx.shard.sequence:
-            gradient = all_gather(gradient.contiguous(), ctx.shard.tensor)
+            gathering = all_gather_async(gradient.contiguous(), ctx.shard.tensor)
+            meanwhile(ctx.weight)
+            gradient = gathering.wait()
         if elsewhere is not None:
             gradient = gradient.masked_fill(elsewhere[:, None], 0)
         return None, contributed(ctx.weight, Rows(rows, gradient)), None

@@ -24,7 +24,7 @@ from hexad.comm import (
 )
 from hexad.topology.mesh import Axis
 
-from ..contributions import bias_gradient, deferred, weight_gradient
+from ..contributions import bias_gradient, deferred, meanwhile, weight_gradient
 from ..sharding import Shard, ShardedModule
 from . import fp8
 from .linear_inventory import LinearSpec, b_name
@@ -161,13 +161,18 @@ def _input_gradient(gradient: Tensor, weight: Tensor, shard: Shard) -> Tensor:
 
 
 def _weight_gradient(
-    weight: Tensor, gradient: Tensor, inputs: Tensor, shard: Shard, gather: Axis | None = None
+    weight: Tensor,
+    gradient: Tensor,
+    inputs: Tensor,
+    shard: Shard,
+    gather: Axis | None = None,
+    aside: bool = False,
 ) -> Tensor | None:
     """As :func:`weight_gradient`, in the layer's format."""
     if not (shard.fp8 and shard.fp8_weight_gradients):
-        return weight_gradient(weight, gradient, inputs, gather)
+        return weight_gradient(weight, gradient, inputs, gather, aside=aside)
     add = partial(fp8.add_weight_gradient, compiled=shard.compiled)
-    return weight_gradient(weight, gradient, inputs, gather, add=add)
+    return weight_gradient(weight, gradient, inputs, gather, add=add, aside=aside)
 
 
 def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
@@ -243,6 +248,8 @@ class _ColumnLinear(torch.autograd.Function):
             results += [_weight_gradient(weight, part, x, ctx.shard, gather), bias_gradient(bias, part)]
         if adapters is not None:
             results += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
+        if reducing is not None and not sequence:  # else the next gather has nothing else beside it
+            meanwhile(trained)
         return (None if reducing is None else reducing.wait()), None, None, *results
 
 
@@ -255,7 +262,12 @@ def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> Tensor | Non
 
 class _RowLinear(torch.autograd.Function):
     """``y = sum over ranks of x_r W_r^T`` with W's columns divided over the axis; y is scattered over tokens
-    in sequence parallel."""
+    in sequence parallel.
+
+    Backward: the weight gradient is set aside. It is computed while the backward pass would wait for the next
+    collective that nothing else covers: in sequence parallel the gather of the next row-parallel layer's
+    output gradient, else the reduction of the column-parallel layer's input gradient.
+    """
 
     @staticmethod
     def forward(
@@ -282,9 +294,12 @@ class _RowLinear(torch.autograd.Function):
         x, inner = ctx.saved_tensors
         gradient, adapters = gradient.contiguous(), ctx.adapters
         if ctx.shard.sequence:
-            gradient = all_gather(gradient, ctx.shard.tensor)
+            gathering = all_gather_async(gradient, ctx.shard.tensor)
+            meanwhile(_trained([(ctx.weight, None)], adapters))
+            gradient = gathering.wait()
         grad_x = _input_gradient(gradient, ctx.weight, ctx.shard) if ctx.needs_input_grad[0] else None
-        results = [_weight_gradient(ctx.weight, gradient, x, ctx.shard), None, None, None]
+        aside = ctx.shard.tensor.size > 1
+        results = [_weight_gradient(ctx.weight, gradient, x, ctx.shard, aside=aside), None, None, None]
         if adapters is not None:
             inner_gradient = adapters.inner_gradient(gradient)
             if grad_x is not None:

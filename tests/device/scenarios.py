@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -73,9 +72,7 @@ def watched(
 
 def run(pool: Any, scenario: Scenario, mutation: str | None = None) -> list[Seen]:
     """Run a scenario on all its ranks."""
-    with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "store")
-        return pool.apart(scenario.world, watched, store, scenario, mutation)
+    return pool.apart(scenario.world, watched, pool.store(), scenario, mutation)
 
 
 def dry_run(
@@ -93,8 +90,7 @@ def dry_run(
     """
     layout = Layout.from_settings(case.config().parallel, case.world)
     ranks = layout.group(of, *axes)
-    with tempfile.TemporaryDirectory() as directory:
-        programs = pool.apart(len(ranks), _dry, str(Path(directory) / "store"), case, ranks, broken)
+    programs = pool.apart(len(ranks), _dry, pool.store(), case, ranks, broken)
     return dict(zip(ranks, programs)), lambda rank: ranks[layout.group(rank, *axes).index(rank)]
 
 

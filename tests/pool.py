@@ -78,8 +78,8 @@ class Pool:
         return self._run([(rank, world, store, function, arguments) for rank in range(world)])
 
     def store(self) -> str:
-        """A file through which a world may meet. It stays as long as the pool: torch's store writes to it when
-        it is freed, after its rank has answered."""
+        """A file through which a world may meet. It stays as long as the pool: torch's store writes to it
+        when it is freed, after its rank has answered."""
         self._jobs += 1
         return os.path.join(self._directory.name, str(self._jobs))
 

@@ -8,10 +8,11 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MAX_RANKS = 8
@@ -73,9 +74,14 @@ class Pool:
         Raises:
             RankError: with every failing rank's traceback.
         """
-        self._jobs += 1
-        store = os.path.join(self._directory.name, str(self._jobs))
+        store = self.store()
         return self._run([(rank, world, store, function, arguments) for rank in range(world)])
+
+    def store(self) -> str:
+        """A file through which a world may meet. It stays as long as the pool: torch's store writes to it
+        when it is freed, after its rank has answered."""
+        self._jobs += 1
+        return os.path.join(self._directory.name, str(self._jobs))
 
     def apart(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(rank, world, *arguments)`` on each rank, which makes its world itself.
@@ -96,19 +102,20 @@ class Pool:
             self._workers.append((process, ours))
         for (_, pipe), (rank, _, store, function, arguments) in zip(self._workers, jobs):
             pipe.send((rank, world, store, self._backend, self._timeout, function, arguments))
-        results, failures = [], []
-        for rank in range(world):
-            process, pipe = self._workers[rank]
-            if not pipe.poll(2 * self._timeout):
-                self.close()
-                raise RankError(f"rank {rank} of {world} did not answer within {2 * self._timeout:.0f} s")
-            good, value = pipe.recv()
-            results.append(value)
-            if not good:
-                failures.append(f"--- rank {rank}: {value[2]}")
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting, end = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}, 2 * self._timeout
+        end += time.monotonic()
+        while waiting and (ready := wait([*waiting], end - time.monotonic())):
+            for pipe in ready:
+                answers[waiting.pop(pipe)] = pipe.recv()  # type: ignore[index, union-attr]
+        failures = [f"--- rank {rank}: {value[2]}" for rank, (good, value) in answers.items() if not good]
+        if waiting:
+            self.close()
+            late = ", ".join(map(str, sorted(waiting.values())))
+            failures.insert(0, f"ranks {late} of {world} did not answer within {2 * self._timeout:.0f} s")
         if failures:
             raise RankError("\n".join(failures))
-        return results
+        return [answers[rank][1] for rank in range(world)]
 
     def close(self) -> None:
         """End all workers."""

@@ -24,10 +24,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -37,7 +38,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 from hexad.comm import streams
 
@@ -86,7 +86,7 @@ class Access:
     low: int
     high: int
     write: bool
-    what: str
+    what: object
 
     def conflicts(self, other: Access) -> bool:
         """Whether their order matters."""
@@ -133,30 +133,31 @@ class Races(TorchDispatchMode):
         kwargs = kwargs or {}
         self._since += 1
         result = function(*args, **kwargs)
-        self._allocated(args, kwargs, result)
-        reads, writes = _accesses(function, args, kwargs, result)
+        kind = _kind(function)
+        if kind.view:
+            return result
+        given = [*_tensors(args), *_tensors(kwargs.values())]
+        storages = {_key(tensor) for tensor in given}
+        made = [tensor for tensor in _tensors((result,)) if _key(tensor) not in storages]
+        for tensor in made:
+            self.allocated(tensor)
+        reads, writes = kind.accesses(args, kwargs)
+        writes += [] if kind.empty else made
         if reads or writes:
-            tensors = [*reads, *writes]
             stream = self.current
-            if self._on_host and self._runs_on_host(args, kwargs):
+            if self._on_host and self._runs_on_host(given):
                 stream = HOST
-                for tensor in tensors:
+                for tensor in (*reads, *writes):
                     self.keep_on_host(tensor)
-            self.access(stream, str(function), reads, writes)
+            self.access(stream, function, reads, writes)
         if function in _SYNCHRONISING:
             self.synchronise()
         return result
 
-    def _allocated(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Note which stream owns the memory that an operator has allocated: results whose storage no argument
-        has."""
-        given: set[int] | None = None
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                if given is None:
-                    given = {_key(part) for part in tree_iter((args, kwargs)) if isinstance(part, Tensor)}
-                if _key(tensor) not in given:
-                    self.allocated(tensor)
+    def _runs_on_host(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether an operator's tensors are in the host's memory, but for scalars."""
+        kept = [self.is_on_host(tensor) for tensor in inputs if tensor.dim()]
+        return all(kept) if kept else bool(inputs) and all(map(self.is_on_host, inputs))
 
     def allocated(self, tensor: Tensor) -> None:
         """The current stream has allocated a tensor's memory."""
@@ -168,13 +169,7 @@ class Races(TorchDispatchMode):
             if self.current != COMPUTE:
                 self._follow(tensor.untyped_storage(), memory)
 
-    def _runs_on_host(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operator's tensors are in the host's memory, but for scalars."""
-        inputs = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        kept = [self.is_on_host(tensor) for tensor in inputs if tensor.dim()]
-        return all(kept) if kept else bool(inputs) and all(map(self.is_on_host, inputs))
-
-    def access(self, stream: str, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    def access(self, stream: str, what: object, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
         """A stream's next operation reads and writes; returns its time."""
         with self._lock:
             clock = self._clocks.setdefault(stream, {})
@@ -186,7 +181,7 @@ class Races(TorchDispatchMode):
                     self._check(tensor, stream, time, write, what)
         return time
 
-    def _check(self, tensor: Tensor, stream: str, time: int, write: bool, what: str) -> None:
+    def _check(self, tensor: Tensor, stream: str, time: int, write: bool, what: object) -> None:
         if not tensor.numel():
             return
         storage = tensor.untyped_storage()
@@ -343,27 +338,53 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _accesses(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors whose memory an operator reads, and writes. Views access nothing; factories only write."""
+@dataclass(frozen=True)
+class _Kind:
+    """What an operator does with memory.
+
+    Attributes:
+        view: it returns its inputs' memory, and accesses none.
+        empty: its results are not initialised.
+        shaped: it reads only the shape of what it is given.
+        writes: by the names of its arguments, in order: whether it writes to them.
+    """
+
+    view: bool
+    empty: bool
+    shaped: bool
+    writes: dict[str, bool]
+
+    def accesses(self, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors among the arguments that are read, and written."""
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for name, value in (*zip(self.writes, args), *kwargs.items()):
+            if self.writes[name]:
+                writes += _tensors((value,))
+            elif not self.shaped:
+                reads += _tensors((value,))
+        return reads, writes
+
+
+@cache
+def _kind(function: Any) -> _Kind:
     schema = function._schema
-    outputs = [value for value in tree_iter(result) if isinstance(value, Tensor)]
-    if any(
-        returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns
-    ):
-        return [], []
-    if function.namespace == "aten" and schema.name.startswith(("aten::empty", "aten::new_empty")):
-        return [], []
-    shaped = schema.name.endswith("_like") or schema.name.startswith("aten::new_")
-    reads: list[Tensor] = []
-    writes: list[Tensor] = []
-    for number, argument in enumerate(schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        tensors = [part for part in tree_iter(value) if isinstance(part, Tensor)] if value is not None else []
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            writes += tensors
-        elif not shaped:
-            reads += tensors
-    return reads, writes + [output for output in outputs if not any(output is given for given in writes)]
+    aliases = [returned.alias_info for returned in schema.returns if returned.alias_info is not None]
+    return _Kind(
+        view=any(not alias.is_write for alias in aliases),
+        empty=schema.name.startswith(("aten::empty", "aten::new_empty")),
+        shaped=schema.name.endswith("_like") or schema.name.startswith("aten::new_"),
+        writes={a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments},
+    )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values and in lists among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _nothing() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -73,9 +72,7 @@ def watched(
 
 def run(pool: Any, scenario: Scenario, mutation: str | None = None) -> list[Seen]:
     """Run a scenario on all its ranks."""
-    with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "store")
-        return pool.apart(scenario.world, watched, store, scenario, mutation)
+    return pool.apart(scenario.world, watched, pool.store(), scenario, mutation)
 
 
 def dry_run(
@@ -93,8 +90,7 @@ def dry_run(
     """
     layout = Layout.from_settings(case.config().parallel, case.world)
     ranks = layout.group(of, *axes)
-    with tempfile.TemporaryDirectory() as directory:
-        programs = pool.apart(len(ranks), _dry, str(Path(directory) / "store"), case, ranks, broken)
+    programs = pool.apart(len(ranks), _dry, pool.store(), case, ranks, broken)
     return dict(zip(ranks, programs)), lambda rank: ranks[layout.group(rank, *axes).index(rank)]
 
 
@@ -153,15 +149,15 @@ def saved_and_resumed(case: Case, offload: bool) -> list[float]:
         def step() -> float:
             return engine.train_step(harness.microbatches(case, engine.step, here.data.rank)).loss
 
-        losses = [step(), step()]
+        losses = [step()]
         checkpointer.save(engine.chunks(), engine.progress())
-        losses += [step(), step()]
+        losses.append(step())
         checkpointer.wait()
         path = checkpointer.newest()
         assert path is not None
         manifest = checkpointer.load(path, engine.chunks())
         engine.restored(manifest.progress)
-        assert [step(), step()] == losses[2:]
+        assert step() == losses[-1]
         losses.append(engine.evaluate(harness.microbatches(case, 9, here.data.rank))[0])
         engine.check_replicas()
         checkpointer.close()
@@ -206,7 +202,7 @@ def refused(case: Case) -> str:
     return "accepted"
 
 
-_LLAMA = deep(VARIANTS[0], 5)
+_LLAMA = deep(VARIANTS[0], 4)
 _NARROW = {"dtype": "bf16", "reduce": "bf16"}
 _FIVE = replace(DROPPED[0], micro=1)
 SCENARIOS: dict[str, Scenario] = {
@@ -233,7 +229,9 @@ SCENARIOS: dict[str, Scenario] = {
     "experts, data 2, tensor 2, zero 3": train(EXPERT_GRID[5]),
     "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
     "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),
-    "context ulysses_ring": train(next(case for case in CONTEXT_GRID if case.method == "ulysses_ring")),
+    "context ulysses_ring": train(
+        replace(next(case for case in CONTEXT_GRID if case.method == "ulysses_ring"), tensor=1)
+    ),
     "bf16, zero 2, 2 replicas": train(
         Case(replace(VARIANTS[0], overrides={"precision": _NARROW}), data=4, zero=2, replicas=2)
     ),

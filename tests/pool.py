@@ -100,22 +100,38 @@ class Pool:
             process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
-        for (_, pipe), (rank, _, store, function, arguments) in zip(self._workers, jobs):
-            pipe.send((rank, world, store, self._backend, self._timeout, function, arguments))
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
+        ended: dict[int, int | None] = {}
+        for pipe, (rank, _, store, function, arguments) in zip(list(waiting), jobs):
+            try:
+                pipe.send((rank, world, store, self._backend, self._timeout, function, arguments))
+            except BrokenPipeError:  # since its last answer
+                ended[waiting.pop(pipe)] = self._status(rank)
         answers: dict[int, tuple[bool, Any]] = {}
-        waiting, end = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}, 2 * self._timeout
-        end += time.monotonic()
+        end = time.monotonic() + (0 if ended else 2 * self._timeout)
         while waiting and (ready := wait([*waiting], end - time.monotonic())):
             for pipe in ready:
-                answers[waiting.pop(pipe)] = pipe.recv()  # type: ignore[index, union-attr]
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ended[rank] = self._status(rank)
         failures = [f"--- rank {rank}: {value[2]}" for rank, (good, value) in answers.items() if not good]
-        if waiting:
-            self.close()
+        failures += [f"--- rank {rank}: its process ended with status {ended[rank]}" for rank in ended]
+        if waiting and not ended:
             late = ", ".join(map(str, sorted(waiting.values())))
             failures.insert(0, f"ranks {late} of {world} did not answer within {2 * self._timeout:.0f} s")
+        if waiting or ended:
+            self.close()
         if failures:
             raise RankError("\n".join(failures))
         return [answers[rank][1] for rank in range(world)]
+
+    def _status(self, rank: int) -> int | None:
+        """The exit status of a worker that has ended."""
+        process = self._workers[rank][0]
+        process.join()
+        return process.exitcode
 
     def close(self) -> None:
         """End all workers."""

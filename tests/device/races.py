@@ -15,7 +15,7 @@ it is allocated, and that stream may use it again as soon as it is freed. So oth
 ordered after the allocation and before the release, unless ``record_stream`` was called. NCCL's work holds
 the tensors of a collective until it has been waited for, and calls ``record_stream`` for those of a message.
 
-What is not seen: operators in other threads of the host, compiled functions, and that the host waits where a
+What is not seen: operators in other threads of the host, ``torch.save``, and that the host waits where a
 GPU's memory is copied to or from pageable memory, which orders more than is assumed here.
 """
 

@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import hexad
 from hexad.comm import streams
 
 from .recorder import (
@@ -402,14 +404,17 @@ def _words(access: Access) -> str:
     return f"{access.what} {done} bytes {access.low} to {access.high} on stream {access.stream}"
 
 
+_PACKAGE = f"{Path(hexad.__file__).parent}/"  # the repository may be in a directory of that name
+
+
 def places() -> list[str]:
     """Where in the package, but for ``comm``, something is called: innermost function first."""
     found = []
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "/hexad/" in name and "/comm/" not in name:
-            found.append(f"{name.rpartition('/hexad/')[2]}:{frame.f_code.co_name}")
+        name = frame.f_code.co_filename.removeprefix(_PACKAGE)
+        if name != frame.f_code.co_filename and not name.startswith("comm/"):
+            found.append(f"{name}:{frame.f_code.co_name}")
         frame = frame.f_back
     return found
 

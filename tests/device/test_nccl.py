@@ -27,6 +27,7 @@ from hexad.topology import mesh
 from hexad.topology.mesh import Axis
 
 from ..parity.harness import VARIANTS, Case, Variant, deep
+from ..pipeline.test_exchange import as_needed
 from ..pool import Pool
 from . import scenarios
 from .nccl import Played, play
@@ -183,16 +184,6 @@ def test_pairs_of_ranks_without_a_device_have_communicators_for_messages() -> No
     assert play(programs, lazily=True).problems == []
     hosts = {rank: [everyone, *events[-2:]] for rank, events in programs.items()}
     assert "its host at call" in play(hosts, lazily=True).problems[0]
-
-
-def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
-    """Messages in the order in which each rank comes to them."""
-    orders = []
-    for own, actions in zip(transfers(schedule, costs), schedule.ranks):
-        of = {transfer.message: transfer for transfer in own}
-        order = [m for a in actions for m in (schedule.received(a), schedule.sent(a)) if m is not None]
-        orders.append([of[message] for message in order])
-    return orders
 
 
 # Recorded programs

@@ -54,6 +54,9 @@ _TABLE = """
 2 2 1 | seq zb_v        | selective         | fp32        | tied
 2 2 1 | seq zb_h1       | none              | fp32        | llama
 2 2 1 | interleaved     | full              | fp32        | gpt2
+2 2 1 | z2 seq zb_h1    | none              | fp32        | llama
+2 2 1 | zb_v            | none              | fp32        | gpt2
+4 2 1 | seq zb_h1       | none              | bf16        | two kv heads
 1 2 2 | z1 gpipe        | none              | bf16        | llama
 1 2 2 | z2 1f1b         | selective         | fp32        | gpt2
 1 2 2 | z3 1f1b         | none              | fp32        | llama

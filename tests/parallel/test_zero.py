@@ -12,6 +12,7 @@ from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.parallel.data.bucket_plan import Held, plan_buckets
 from hexad.parallel.inventory import Parameter, Weight
+from hexad.parallel.pipeline.executor import _Walk
 from hexad.parallel.sharding import declared_parameters
 
 from ..pool import Pool
@@ -278,6 +279,37 @@ def waited_for(config: Config) -> tuple[int, list[int]]:
 def test_a_step_begins_before_all_parameters_are_gathered(zero: int, pool: Pool) -> None:
     for buckets, left in pool.run(2, waited_for, data_config(1, zero=zero)):
         assert buckets > left[0] > left[1] > left[2] > 0  # the head's is still to come
+
+
+def held_for_weights(zero: int) -> list[tuple[int, int]]:
+    """After each ``B``: buckets of layers' matrices that have a buffer for gradients, and products that are
+    left to ``W``."""
+    config = data_config(3, data=1, zero=zero, tensor=2, pipeline=2, schedule="zb_h1")
+    engine, held = engine_of(config), []
+    original = _Walk._backward
+
+    def backward(self: Any, stage: int, microbatch: int, gradient: Any, split: bool) -> Any:
+        result = original(self, stage, microbatch, gradient, split)
+        matrices = [bucket for bucket in engine.trained if len(bucket.members[0].parameter.shape) > 1]
+        layers = [bucket for bucket in matrices if not bucket.plan.outside_layers]
+        if split:
+            there = sum(bucket.gradients is not None for bucket in layers)
+            held.append((there, len(self.weights[stage, microbatch])))
+        return result
+
+    with mock.patch.object(_Walk, "_backward", backward):
+        engine.train_step(microbatches(config, samples=6))
+    return held
+
+
+def test_gradients_that_are_not_kept_wait_for_w_as_a_whole(pool: Pool) -> None:
+    """Else a bucket's buffer would exist from ``B`` to ``W``. Others may begin in ``B``, beside a gather."""
+    layers = (2, 1)  # of the stages; four products each
+    for rank, held in enumerate(pool.run(4, held_for_weights, 2)):
+        assert held and all(entry == (0, 4 * layers[rank // 2]) for entry in held)
+    for rank, held in enumerate(pool.run(4, held_for_weights, 1)):
+        left = [2 * layers[rank // 2] + (rank >= 2)] * len(held)  # the last, where no embedding follows
+        assert held and [products for _, products in held] == left
 
 
 def test_a_bucket_is_a_multiple_of_its_shards() -> None:

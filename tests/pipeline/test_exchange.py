@@ -185,19 +185,18 @@ def test_evaluation_ends(schedule: Schedule) -> None:
     assert not any(gradients)
 
 
-def test_transfers_as_ranks_come_to_them_get_stuck(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
+    """Messages in the order in which each rank comes to them."""
+    orders = []
+    for own, actions in zip(transfers(schedule, costs), schedule.ranks):
+        of = {transfer.message: transfer for transfer in own}
+        order = [m for a in actions for m in (schedule.received(a), schedule.sent(a)) if m is not None]
+        orders.append([of[message] for message in order])
+    return orders
+
+
+def test_transfers_as_ranks_come_to_them_get_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of 1F1B's steady state both send before they receive."""
-
-    def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
-        result = []
-        for own, actions in zip(transfers(schedule, costs), schedule.ranks):
-            of = {transfer.message: transfer for transfer in own}
-            order = [m for a in actions for m in (schedule.received(a), schedule.sent(a)) if m is not None]
-            result.append([of[message] for message in order])
-        return result
-
     monkeypatch.setattr("hexad.parallel.pipeline.executor.transfers", as_needed)
     with pytest.raises(Stuck):
         run(build_schedule("1f1b", 4, 8, 1), training=True)

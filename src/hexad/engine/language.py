@@ -291,6 +291,7 @@ class LanguageModel:
     def announce(self, microbatches: Sequence[Microbatch]) -> None:
         """Start counting what the next step's microbatches have, while this one runs; all ranks together.
         :meth:`prepare` continues with the same list."""
+        self.settle()  # what was announced before uses the same messages
         self._announced = self._count(microbatches)
 
     def settle(self) -> None:

@@ -146,11 +146,12 @@ class AttentionSpec(BranchSpec):
         q, k, statistic = self._sizes(run)
         gathered = run.gathered(self.layer.hidden)
         rotated = q + k if self._computed else 0
-        product = max(0 if split else self.out.weight_product(run), self.out.dropping(run))
+        deferred = split and not self.out.set_aside(run, split)
+        product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
         out = gathered + max(self.out.eight_bits(run), q + product)
         moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
         # Recomputed queries and keys; the gradients of all three.
-        operands = split and self.out.trained
+        operands = deferred and self.out.trained
         live = q + (gathered if operands else 0) + (rotated if selective else 0)
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
         if run.context > 1 or self.dropout:

@@ -106,7 +106,7 @@ class BranchSpec(ABC):
 
     def operands(self, run: Execution) -> int:
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
-        return sum(linear.operands(run) for linear in self.linears)
+        return sum(linear.deferred(run) for linear in self.linears)
 
     def forward(self, run: Execution) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
@@ -120,11 +120,11 @@ class BranchSpec(ABC):
         """Memory of ``W``: the gathered input and the next one's, and the gradient before it is added in
         another format, while operands are given up one after the other."""
         moments, released = [], 0
-        for linear in reversed(self.linears):
+        for linear in reversed([linear for linear in self.linears if not linear.set_aside(run, True)]):
             gathered = run.gathered(linear.features if linear.row else linear.inputs)
             product = linear.weight_product(run)
             moments.append(Moment(gathered + product - released, gathered - released, linear.matrices))
-            released += linear.operands(run)
+            released += linear.deferred(run)
         return moments
 
     def rounded(self, run: Execution) -> int:

@@ -67,12 +67,12 @@ class FeedForwardSpec(BranchSpec):
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         activated, gathered = run.whole(self.width // run.tensor), run.gathered(self.layer.hidden)
         recomputed = activated if selective and self.down.trained else 0
-        product = 0 if split else self.down.weight_product(run)
-        product = max(product, self.down.dropping(run))
+        deferred = split and not self.down.set_aside(run, split)
+        product = max(0 if deferred else self.down.weight_product(run), self.down.dropping(run))
         down = gathered + recomputed + max(self.down.eight_bits(run), activated + product)
         # The gradient of the activated values takes the place of the values, if these were kept.
         live = activated if selective or not self.down.trained else 0
-        live += activated + gathered if split and self.down.trained else 0
+        live += activated + gathered if deferred and self.down.trained else 0
         activation = live + activated * (3 if self.gated else 1)
         inner = self.inner.backward(run, selective, split).above(live - activated)
         return [

@@ -231,7 +231,7 @@ class AdamW(Rule):
         update = maybe_compiled(_adamw_, True)
         constants: dict[tuple[float, float], Tensor] = {}
         for bucket, moments, runs, gradient in zip(self.buckets, self._moments, self._runs, gradients):
-            copy = bucket.copy()
+            copy = bucket.written_too()
             for run, decoupled in runs:
                 tensors = (bucket.master, gradient, *moments)
                 key = rates.decoupled if decoupled else rates.lr, self._decay(bucket)

@@ -271,6 +271,7 @@ class Execution:
         byte: bytes of a parameter's or an activation's element.
         gradient: bytes of an element of the gradient buffers.
         reduced: bytes of an element of gradients when they are sent to other data ranks.
+        keeps_gradients: gradients are kept over the step (ZeRO 0 and 1).
         fp8: products are computed in 8 bits.
         fp8_weight_gradients: those of weight gradients too.
         rounded_once: weights are kept in 8 bits from their first product to the next update.
@@ -291,6 +292,7 @@ class Execution:
     byte: int = 4
     gradient: int = 4
     reduced: int = 4
+    keeps_gradients: bool = True
     fp8: bool = False
     fp8_weight_gradients: bool = False
     rounded_once: bool = False

@@ -140,6 +140,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         byte,
         2 if precision.accumulate == "bf16" else max(byte, 4),
         2 if precision.reduce == "bf16" else max(byte, 4),
+        config.parallel.zero < 2,
         precision.dtype == "fp8",
         precision.fp8_weight_gradients,
         precision.dtype == "fp8" and config.parallel.zero < 3 and config.run.compile != "full",

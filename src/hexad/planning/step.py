@@ -156,7 +156,7 @@ class StageMemory:
         self.stream = run.stream(stage.model.settings.hidden)
         self.kept = stage.kept(run, recompute, count)
         self.operands = stage.operands(run)
-        self.kept_bytes, self.operand_bytes = self.kept.total(), self.operands.total()
+        self.kept_bytes = self.kept.total()
         units: dict[str, list[int]] = {}
         for parameter in stage.parameters:
             units.setdefault(parameter.unit, []).append(numbers[parameter.name])
@@ -168,6 +168,10 @@ class StageMemory:
             parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
         }
         self.numbers = numbers
+        self.leftover = self._leftover()
+        if self.leftover is not None:
+            self.operands[self.leftover[0]] += self.leftover[1]
+        self.operand_bytes = self.operands.total()
         self.moments = {split: list(self._backward(split)) for split in (False, True)}
         self.weight_moments = list(self._weights())
 
@@ -202,7 +206,8 @@ class StageMemory:
             unit = f"layers.{number}"
             reached: str | None = unit
             for moment in moments:
-                own = [] if split else [self.numbers[f"{unit}.{weight.name}"] for weight in moment.weights]
+                weights = moment.weights if moment.aside or not split else ()
+                own = [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
                 needed, done = base + moment.needed + aside, list[int]()
                 if moment.aside or (moment.weights and not run.sequence):  # the one before is computed
                     done, later, aside = later, [], 0
@@ -215,7 +220,23 @@ class StageMemory:
             base += stream if last and not stage.last else 0  # what was received is held to the end
             yield base, base, self._vectors(unit), None
         first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
-        yield base + aside, base, later + first, None
+        stays = split and self.leftover is not None
+        yield base + aside, base + (aside if stays else 0), first if stays else later + first, None
+
+    def _leftover(self) -> tuple[str, int, list[int]] | None:
+        """What a ``B`` sets aside last and leaves to ``W``, where no gather of an embedding's gradient
+        follows: kind of branch, bytes of its operands, and whose gradient it is."""
+        stage, run = self.stage, self.run
+        embeds = any(part.unit == "embedding" and not part.frozen for part in stage.parameters)
+        if not run.sequence or (embeds and not stage.unreached) or stage.unreached == len(self.layers):
+            return None
+        number, (block, kind) = self.layers[stage.unreached]
+        branch = block.parts[0]
+        rows = [moment for moment in branch.backward(run, kind == "selective", True) if moment.aside]
+        if not rows:
+            return None
+        names = [f"layers.{number}.{weight.name}" for weight in rows[-1].weights]
+        return branch.kind, rows[-1].aside, [self.numbers[name] for name in names]
 
     def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
         """Yield the moments of ``W``, in the form of :meth:`_backward`."""
@@ -226,6 +247,8 @@ class StageMemory:
                 done = [self.numbers[f"layers.{number}.{weight.name}"] for weight in weights]
                 yield needed - released, complete - released, done, None
             released += block.operands(self.run).total()
+        if self.leftover is not None:
+            yield -released, -released, self.leftover[2], None
 
     def _vectors(self, unit: str) -> list[int]:
         """Parameters too small to matter, but with a place in the order of reductions."""

@@ -98,9 +98,9 @@ def plan_buckets(
     """Put all parameters of a rank into buckets, in the order in which forward needs them.
 
     A bucket never holds parameters of two pipeline stages, nor both vectors and matrices, nor adapters and
-    other weights; embedding, positions and head have buckets of their own. All gradients of a bucket are
-    therefore complete after the same action of a schedule, whichever way it divides the backward pass. In
-    ZeRO 3 the matrices of every unit have a bucket of their own.
+    other weights; embedding, positions and head have buckets of their own. So a bucket is complete after one
+    action of a schedule, the same on all data ranks, whichever way it divides the backward pass. In ZeRO 3
+    the matrices of every unit have a bucket of their own.
 
     Args:
         held: in the order of the model.

@@ -224,9 +224,9 @@ class Bucket:
             changed = values != self.master.to(shard.dtype)
             self.master.copy_(torch.where(changed, values.to(self.master.dtype), self.master))
 
-    def copy(self) -> Tensor | None:
-        """Where the one who updates the master values on the device writes a copy too, which :meth:`publish`
-        then does not; None where they need none."""
+    def written_too(self) -> Tensor | None:
+        """Where an update on the device writes the new master values too, in the model's format, so that
+        :meth:`publish` does not copy them; None where there is no copy."""
         if self.offloaded or self.source.data_ptr() == self.master.data_ptr():
             return None
         self._read(self.members[0].parameter)  # waits where its old values are still being gathered

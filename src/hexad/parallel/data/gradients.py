@@ -97,7 +97,15 @@ class Gradients:
         self._rounds.added(number, member, last)
 
     def set_aside(self, parameter: Tensor, product: WeightGradient) -> None:
-        """Keep a product until :meth:`compute_aside`, at most to the end of the backward pass under way."""
+        """Keep a product until :meth:`compute_aside`, at most to the end of the backward pass under way.
+
+        While products are deferred, those whose gradients are not kept are, too: from here to the last of
+        its ``W`` a bucket would have a buffer.
+        """
+        bucket = self._buckets[self._places[parameter][0]]
+        if self._deferred is not None and not bucket.plan.keeps_gradients:
+            self._deferred.append((parameter, product))
+            return
         if not self._aside and self._deferred is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.compute_aside)
         self._aside.append((parameter, product))

@@ -235,7 +235,7 @@ class LinearSpec:
         return self.outputs[name] * (self.copies if name in self.copied else 1) // run.tensor
 
     def operands(self, run: Execution) -> int:
-        """Bytes held from ``B`` to ``W``: the input as it was kept, and the output's gradient."""
+        """Bytes of the weight gradient's operands: the input as it was kept, and the output's gradient."""
         if not self.trained:
             return 0
         inputs, outputs = self.local(run)
@@ -246,10 +246,20 @@ class LinearSpec:
             kept = 0  # of the input, only what is not dropped
         return kept + run.whole(outputs) + self.adapters.operands(run, inputs)
 
+    def set_aside(self, run: Execution, split: bool) -> bool:
+        """Whether its weight's gradient is set aside, to be computed beside a collective: that of a
+        row-parallel layer. In a ``B`` (``split``), where others are deferred, only if gradients are kept: a
+        bucket that is reduced in every microbatch would have a buffer from ``B`` to ``W``."""
+        aside = self.row and run.tensor > 1 and self._own_trained
+        return aside and (not split or (run.keeps_gradients and self.adapters is None))
+
     def aside(self, run: Execution, split: bool) -> int:
-        """Bytes of a row-parallel layer's operands, whose product is set aside; none where products are
-        deferred, whose operands stay anyway."""
-        return self.operands(run) if run.tensor > 1 and self._own_trained and not split else 0
+        """Bytes of the operands of a product that is set aside."""
+        return self.operands(run) if self.set_aside(run, split) else 0
+
+    def deferred(self, run: Execution) -> int:
+        """Bytes of operands held from ``B`` to ``W``."""
+        return 0 if self.set_aside(run, True) else self.operands(run)
 
     def kept(self, run: Execution) -> int:
         """Bytes that adapters keep from forward to backward."""

@@ -9,10 +9,13 @@ from hexad.config import ConfigError, HexadError
 from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import Schedule, Shortened, shortened
 from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.transfers import transfers
 from hexad.parallel.pipeline.validate import validate
 from hexad.planning import Resolved, memory, resolve, smallest_world
 from hexad.topology.layout import Layout
 
+MESSAGE = 16 * 64
+"""Elements of a boundary tensor."""
 NAMES = ["1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]
 
 
@@ -50,14 +53,21 @@ def cases(seed: int) -> Iterator[list[str]]:
 
 
 def compare(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions from shortened and from complete schedules, of many cases, are the same."""
+    """Predictions from shortened and from complete schedules, of many cases, are the same where all stages
+    cost the same (every second case). Else ranks whose stages cost less may get ahead for longer than what is
+    kept, by a message."""
     shorter = 0
-    for _, overrides in zip(range(count), cases(seed)):
+    for number, overrides in zip(range(count), cases(seed)):
         run = resolved(*overrides)
         with monkeypatch.context() as patch:
+            if number % 2:
+                patch.setattr(memory, "transfers", lambda schedule, costs: transfers(schedule))
             plans = memory.per_pipeline_rank(run)
             patch.setattr(memory, "shortened", unshortened)
-            assert plans == memory.per_pipeline_rank(run), overrides
+            whole = memory.per_pipeline_rank(run)
+        message = MESSAGE * memory.execution(run.config, run.layout).byte
+        assert all(abs(plan.total - other.total) <= message for plan, other in zip(plans, whole)), overrides
+        assert plans == whole or not number % 2, overrides
         shorter += shortened(run.plan.schedule).schedule.microbatches < run.plan.schedule.microbatches
     assert shorter > count / 3
 

@@ -209,11 +209,12 @@ class StageMemory:
                 weights = moment.weights if moment.aside or not split else ()
                 own = [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
                 needed, done = base + moment.needed + aside, list[int]()
-                if moment.aside or (moment.weights and not run.sequence):  # the one before is computed
-                    done, later, aside = later, [], 0
+                computed = 0  # operands of the product before, held until its gradient is handed over
+                if moment.aside or (moment.weights and not run.sequence):
+                    done, later, computed, aside = later, [], aside, 0
                 if moment.aside:
                     later, own, aside = own, [], moment.aside
-                yield needed, base + moment.complete + aside, done + own, reached
+                yield needed, base + moment.complete + max(computed, aside), done + own, reached
                 reached = None
             base += left
             last = number == stage.layers[-1]

@@ -280,8 +280,8 @@ def shortened(schedule: Schedule, keep: int | None = None) -> Shortened:
     there is no such state on all ranks, as in ``gpipe``.
 
     All ranks lose the same microbatches, so that their offsets to each other stay. Exact for what has become
-    periodic after half of ``keep`` repetitions: by default four per rank and 16 more. (The order of messages by
-    the costs of unequal stages may take longer: what is in flight then differs by a message.)
+    periodic after half of ``keep`` repetitions: by default four per rank and 16 more. The order of
+    messages by the costs of unequal stages may take longer: then what is in flight differs by a message.
     """
     keep = 4 * schedule.pipeline + 16 if keep is None else keep
     whole = Shortened(schedule, (0,) * schedule.pipeline, (0,) * schedule.pipeline)

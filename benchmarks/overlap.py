@@ -12,8 +12,9 @@ A round of the 32M-parameter llama has these steps, one after the other:
 - waiting: the limited link, every collective waited for where it starts ("before");
 - alone: the limited link, all of a step's collectives and nothing else.
 
-With ``--tensor`` (tensor 2, with and without sequence parallel) a layer waits for its collectives; a further
-kind is ``at_once``: row-parallel layers' weight gradients computed where they arise, not beside a collective.
+With ``--tensor`` (tensor 2, with and without sequence parallel, in one chunk and in four) a layer waits for
+its collectives; a further kind is ``at_once``: row-parallel layers' weight gradients computed where they arise,
+not beside a collective.
 ``waited`` are the seconds of a step that a rank spends in waits, the median of both ranks and of the rounds.
 
 Exposed communication is overlapped (or waiting) - free; the share hidden is 1 - exposed / alone. Ideal is the
@@ -37,7 +38,15 @@ from turns import Step, serve
 RANKS = 2
 
 
-TENSOR = {"tensor 2 + sequence": {"tensor": 2}, "tensor 2": {"tensor": 2, "sequence": False}}
+TENSOR = {
+    f"tensor 2{' + sequence' * sequence}, {chunks} chunk{'s' * (chunks > 1)}": {
+        "tensor": 2,
+        "sequence": sequence,
+        "tensor_chunks": chunks,
+    }
+    for sequence in (True, False)
+    for chunks in (1, 4)
+}
 
 
 def worker(parallel: dict[str, Any], dtype: str) -> None:
@@ -165,14 +174,14 @@ def tensor_parallel(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = facts() | {"megabits": options.megabits, "dtype": options.dtype, "layouts": {}}
     kinds = "overlapped", "at_once", "free"
     columns = ("MB sent", *kinds, "waited, at once", "waited")
-    print(f"{'':20s}" + "".join(f"{name:>18s}" for name in columns), flush=True)
+    print(f"{'':30s}" + "".join(f"{name:>18s}" for name in columns), flush=True)
     with Link() as link:
         for name, parallel in TENSOR.items():
             figures = measure(link, parallel, options.rounds, options.megabits, options.dtype, kinds)
             results["layouts"][name] = figures
             cells = [f"{figures['sent_bytes'] / 1e6:18.1f}", *(f"{figures[kind]:18.2f}" for kind in kinds)]
             cells += [f"{figures[f'waited_{kind}']:18.2f}" for kind in ("at_once", "overlapped")]
-            print(f"{name:20s}" + "".join(cells), flush=True)
+            print(f"{name:30s}" + "".join(cells), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

@@ -215,7 +215,9 @@ WAITS = {
     "parallel/tensor/embedding.py:backward": "megatron, layers in an engine",
     "parallel/tensor/embedding.py:forward": "megatron, layers in an engine",
     "parallel/tensor/linear.py:backward": "tensor 2",
-    "parallel/tensor/linear.py:forward": "tensor 2",
+    "parallel/tensor/linear.py:forward": "LoRA, zb_h1, tensor 2, zero 2",
+    "parallel/tensor/linear.py:_gathered_products": "zb_h1, tensor 2 + sequence",
+    "parallel/tensor/linear.py:_summed_product": "tensor 2",
     "parallel/tensor/loss.py:_slices": "tensor 2",
     "parallel/tensor/loss.py:token_losses_": "tensor 2",
 }

@@ -239,14 +239,20 @@ def _same(one: Event, other: Call) -> bool:
     return isinstance(one, Call) and replace(one, number=0) == replace(other, number=0)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(("sequence", "exposed"), [(True, 4 * 3 + 3), (False, 2 * 3 + 1)])
-def test_a_backward_pass_computes_beside_its_collectives(sequence: bool, exposed: int, pool: Pool) -> None:
-    """Exposed are those of the forward pass (four of a layer with sequence parallel, else two; of embedding
-    and head), and the first gather of the backward pass."""
-    case = Case(deep(VARIANTS[0], 3), tensor=2, sequence=sequence, samples=2, steps=1)
+def test_a_layer_computes_beside_its_collectives(
+    sequence: bool, exposed: int, chunks: int, pool: Pool
+) -> None:
+    """Exposed are, of a layer's forward pass, the first chunk that is gathered and the last that is summed,
+    two of each with sequence parallel, else two sums; those of embedding and head; and the first gather of
+    the backward pass."""
+    variant = replace(deep(VARIANTS[0], 3), overrides={"parallel": {"tensor_chunks": chunks}})
+    case = Case(variant, tensor=2, sequence=sequence, samples=2, steps=1)
     recorded, _ = scenarios.dry_run(pool, case, axes=("tensor",))
+    sizes = {3840, 1920, 3840 // chunks, 1920 // chunks}
     for events in recorded.values():
-        activations = [e.number for e in events if isinstance(e, Call) and e.nbytes >= 1920]
+        activations = [e.number for e in events if isinstance(e, Call) and e.nbytes in sizes]
         beside, under_way = Counter[int](), set[int]()
         for event in events:
             if isinstance(event, Call):

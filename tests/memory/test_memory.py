@@ -171,6 +171,7 @@ FEW = [
     _case(2, parallel={"tensor": 2}, memory={"recompute": "selective"}),
     _case(2, parallel={"pipeline": 2, "schedule": "zb_h1"}),
     _case(2, model={"kv_heads": 1}, parallel={"tensor": 2}),
+    _case(2, parallel={"tensor": 2, "tensor_chunks": 3}),
     _case(2, parallel={"data": 2, "zero": 2}, precision=BF16),
     _case(2, parallel={"data": 2, "zero": 3}, precision=BF16),
     _case(1, precision=FP8, **LARGE_WEIGHTS),

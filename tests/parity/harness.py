@@ -173,6 +173,7 @@ class Case:
             "parallel": {
                 "tensor": self.tensor,
                 "sequence": self.sequence,
+                "tensor_chunks": 3 if self.variant.micro > 1 else 1,  # of sizes that differ
                 "data": self.data,
                 "expert": self.expert,
                 "context": self.context,

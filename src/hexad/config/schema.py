@@ -153,6 +153,10 @@ class ParallelSettings(Settings):
     sequence: bool = True
     """Sequence parallel: activations outside attention and feed-forward are sharded over the tensor ranks
     too. Effective where ``tensor > 1``."""
+    tensor_chunks: Degree | Literal["auto"] = "auto"
+    """Chunks of tokens in which a tensor-parallel layer's forward pass gathers, multiplies and sums: one is
+    sent while another is multiplied. ``auto``: up to 4, of 16 MiB or more. Layers in fp8, or with adapters,
+    have one."""
     context: Degree = 1
     """Context-parallel degree: the tokens of every microbatch are divided among this many ranks. It divides
     ``data.sequence``."""

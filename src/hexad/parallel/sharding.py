@@ -38,6 +38,7 @@ class Shard:
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
         fp8_weight_gradients: where they do, their weights' gradients too.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
+        chunks: in which tensor-parallel layers multiply, see ``parallel.tensor_chunks``; None: by size.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
             :class:`hexad.parallel.context.attention.KeyExchange`.
     """
@@ -50,6 +51,7 @@ class Shard:
     fp8: bool = False
     fp8_weight_gradients: bool = False
     compiled: bool = False
+    chunks: int | None = None
     method: Literal["ring", "all_gather"] = "ring"
 
     @property

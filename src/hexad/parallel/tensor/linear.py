@@ -5,9 +5,11 @@ Activations are ``[tokens, features]``: batch and sequence flattened, so that se
 scatters act on dim 0 and move contiguous memory.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexad.comm import (
+    Pending,
     all_gather,
     all_gather_async,
     all_reduce,
@@ -191,6 +194,61 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     return y
 
 
+CHUNK = 16 * 2**20
+"""Bytes of a message that are worth one of its own: several times the time in which a collective starts."""
+MOST_CHUNKS = 4
+
+
+def _chunks(rows: int, nbytes: int, shard: Shard, adapters: Adapters | None) -> list[slice]:
+    """The rows of a rank in runs, each of which has its own message, of ``nbytes`` in all."""
+    if shard.tensor.size == 1 or adapters is not None or shard.fp8:  # one mask, one scale
+        return [slice(rows)]
+    count = min(nbytes // CHUNK, MOST_CHUNKS) if shard.chunks is None else shard.chunks
+    ends = [rows * number // count for number in range(1, count + 1)] if 1 < count <= rows else [rows]
+    return [slice(begin, end) for begin, end in pairwise([0, *ends])]
+
+
+def _gathered_products(x: Tensor, layers: Sequence[Fused], shard: Shard, chunks: Sequence[slice]) -> Tensor:
+    """:func:`_products` of all ranks' ``x [tokens / size, in]``, of one chunk while the next is gathered."""
+    axis = shard.tensor
+    y = x.new_empty((axis.size, len(x), sum(len(weight) for weight, _ in layers)))
+    gathering = all_gather_async(x[chunks[0]], axis)
+    for rows, following in zip_longest(chunks, chunks[1:]):
+        whole = gathering.wait().unflatten(0, (axis.size, -1))
+        if following is not None:
+            gathering = all_gather_async(x[following], axis)
+        start = 0
+        for weight, bias in layers:
+            part = y[:, rows, start : start + len(weight)]
+            if bias is None:
+                torch.bmm(whole, weight.t().expand(axis.size, -1, -1), out=part)
+            else:
+                torch.baddbmm(bias, whole, weight.t().expand(axis.size, -1, -1), out=part)
+            start += len(weight)
+    return y.flatten(0, 1)
+
+
+def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[slice]) -> Tensor:
+    """``x [tokens, in / size] W^T`` summed over the ranks, and scattered over tokens in sequence parallel:
+    one chunk while the next is multiplied."""
+    axis, scatters = shard.tensor, shard.sequence
+    whole = x.unflatten(0, (axis.size if scatters else 1, -1))
+    y = x.new_empty((whole.shape[1], len(weight)))
+    summing = deque[Pending]()
+    for rows in chunks:
+        if scatters:
+            part = torch.bmm(whole[:, rows], weight.t().expand(axis.size, -1, -1)).flatten(0, 1)
+        else:
+            part = torch.mm(x[rows], weight.t(), out=y[rows])
+        if summing:
+            summing.popleft().wait()
+        summing.append(
+            reduce_scatter_async(part, axis, y[rows]) if scatters else all_reduce_async(part, axis)
+        )
+    summing.popleft().wait()
+    return y
+
+
 def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], shard: Shard) -> Tensor:
     """The sum of all layers' gradients of their input, ``[tokens, in]``."""
     total = _input_gradient(gradients[0], layers[0][0], shard)
@@ -205,6 +263,8 @@ def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], shard
 class _ColumnLinear(torch.autograd.Function):
     """``y = x W^T + b`` with W's rows divided over the axis; several layers' outputs side by side.
 
+    In sequence parallel a chunk of the input is gathered while the one before is multiplied.
+
     Backward: the input gradient's reduction runs while the weight gradient is computed, and in sequence
     parallel the input is gathered again (it is not kept) while the input gradient is computed. Where the
     weight gradient is deferred, so is that gathering. Where all weights are frozen, the input is not kept.
@@ -216,9 +276,14 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         fused = tensors if adapters is None else tensors[: -len(adapters.tensors)]
         ctx.layers, ctx.shard, ctx.adapters = list(zip(fused[::2], fused[1::2])), shard, adapters
-        whole = all_gather(x, shard.tensor) if shard.sequence else x
-        y = _products(whole, ctx.layers, shard)
-        inner = None if adapters is None else adapters.add_(y, whole)
+        chunks = _chunks(len(x), x.nbytes * shard.tensor.size, shard, adapters) if shard.sequence else []
+        inner = None
+        if len(chunks) > 1:
+            y = _gathered_products(x, ctx.layers, shard, chunks)
+        else:
+            whole = all_gather(x, shard.tensor) if shard.sequence else x
+            y = _products(whole, ctx.layers, shard)
+            inner = None if adapters is None else adapters.add_(y, whole)
         ctx.save_for_backward(None if _trained(ctx.layers, adapters) is None else x, inner)
         return y
 
@@ -262,7 +327,7 @@ def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> Tensor | Non
 
 class _RowLinear(torch.autograd.Function):
     """``y = sum over ranks of x_r W_r^T`` with W's columns divided over the axis; y is scattered over tokens
-    in sequence parallel.
+    in sequence parallel. A chunk is summed while the next one is multiplied.
 
     Backward: the weight gradient is set aside. It is computed while the backward pass would wait for the next
     collective that nothing else covers: in sequence parallel the gather of the next row-parallel layer's
@@ -281,10 +346,14 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight, ctx.shard, ctx.adapters = weight, shard, adapters
         kept = None if _trained([(weight, None)], adapters) is None else x
+        rows = len(x) // (shard.tensor.size if shard.sequence else 1)
         if unused:
             ctx.save_for_backward(kept, None if adapters is None else adapters.inner(x))
-            rows = x.shape[0] // (shard.tensor.size if shard.sequence else 1)
-            return x.new_empty((rows, weight.shape[0]))
+            return x.new_empty((rows, len(weight)))
+        chunks = _chunks(rows, len(x) * len(weight) * x.itemsize, shard, adapters)
+        if len(chunks) > 1:
+            ctx.save_for_backward(kept, None)
+            return _summed_product(x, weight, shard, chunks)
         y = _product(x, weight, None, shard)
         ctx.save_for_backward(kept, None if adapters is None else adapters.add_(y, x))
         return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)

@@ -13,9 +13,9 @@ A round of the 32M-parameter llama has these steps, one after the other:
 - alone: the limited link, all of a step's collectives and nothing else.
 
 With ``--tensor`` (tensor 2, with and without sequence parallel, in one chunk and in four) a layer waits for
-its collectives; a further kind is ``at_once``: row-parallel layers' weight gradients computed where they arise,
-not beside a collective.
-``waited`` are the seconds of a step that a rank spends in waits, the median of both ranks and of the rounds.
+its collectives; a further kind is ``at_once``: row-parallel layers' weight gradients computed where they
+arise, not beside a collective. ``waited`` are the seconds of a step that a
+rank spends in waits, the median of both ranks and of the rounds.
 
 Exposed communication is overlapped (or waiting) - free; the share hidden is 1 - exposed / alone. Ideal is the
 ledger's bytes over the bandwidth. All are medians over the rounds. Namespaces are removed in every case.

@@ -438,6 +438,8 @@ def test_flags_of_caches_and_logs_have_no_effect() -> None:
         (("--lr-decay-tokens", "12800", "--lr-warmup-tokens", "2560"), "lr_schedule", "warmup", 10),
         (("--vocab-size", "16"), "model", "vocab", 17),
         (("--fp8-format", "hybrid", "--bf16"), "precision", "dtype", "fp8"),
+        (("--fp8-format", "hybrid", "--bf16"), "precision", "fp8_weight_gradients", True),
+        (("--fp8-hybrid", "--bf16", "--no-fp8-wgrad"), "precision", "fp8_weight_gradients", False),
     ],
 )
 def test_flags_of_scripts_in_the_wild(more: tuple[str, ...], group: str, name: str, value: Any) -> None:

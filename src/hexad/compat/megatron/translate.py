@@ -387,16 +387,14 @@ def _optimizer(arguments: Namespace) -> dict[str, Any]:
 def _precision(arguments: Namespace) -> dict[str, Any]:
     if arguments.grad_reduce_in_bf16 and not arguments.bf16:
         raise ConfigError("--grad-reduce-in-bf16", "found without --bf16; add that, or leave it out")
+    narrow = {"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {}
     if arguments.fp8 or arguments.fp8_hybrid:
         if arguments.fp8 == "e4m3" or not arguments.bf16:
             problem = "found e4m3" if arguments.fp8 == "e4m3" else "found without --bf16"
             raise ConfigError("--fp8-format", f"{problem}; use hybrid, with --bf16")
-        if arguments.grad_reduce_in_bf16:
-            return {"dtype": "fp8", "reduce": "bf16", "accumulate": "bf16"}
-        return {"dtype": "fp8"}
+        return {"dtype": "fp8", "fp8_weight_gradients": arguments.fp8_wgrad, **narrow}
     if not arguments.fp16:
-        settings = {"dtype": "bf16" if arguments.bf16 else "fp32"}
-        return settings | ({"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {})
+        return {"dtype": "bf16" if arguments.bf16 else "fp32", **narrow}
     if arguments.loss_scale:
         return {"dtype": "fp16", "loss_scale": arguments.loss_scale}
     return {

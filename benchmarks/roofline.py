@@ -1,6 +1,6 @@
 """What a layer and the output head cost on a GPU at best: operators, bytes, launches, a bound on MFU.
 
-    python benchmarks/roofline.py [--models llama3.2-1b llama3-8b] [--tensor 1 8] [--gpu h100] [--operators]
+    python benchmarks/roofline.py [--models llama3.2-1b llama3-8b] [--tensor 1 4 8] [--gpu h100] [--operators]
                                   [--json FILE]
 
 The model's own code runs forward and backward on ``meta`` tensors, in bf16, through the branch that a GPU
@@ -12,8 +12,8 @@ H100's 798 TFLOP/s in matrix products, 519 in attention, 3.0 TB/s), and 4 us per
 same without compiled functions, with weight gradients through a 16-bit temporary and 1,024 rows per slice of
 the loss, with row-parallel layers' weight gradients computed at once instead of beside a collective, and
 with messages and products in one chunk.
-Collectives, at 450 GB/s, are on a stream of their own: listed are the bounds with the waiting of this
-timeline, and with all of them exposed.
+Collectives, at 450 GB/s and 15 us for each, are on a stream of their own: listed are the bounds with the
+waiting of this timeline, and with all of them exposed. Products of chunks count at the full rate.
 
 MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token` and refers to the published peak
 (989 TFLOP/s). The embedding is left out, as is what smaller products do less well. The optimizer's update of
@@ -48,11 +48,13 @@ from hexad.optim.schedule import update_bytes
 from hexad.parallel import contributions, pointwise
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.parallel.tensor import loss
+from hexad.parallel.tensor.linear_inventory import forward_chunks
 from hexad.planning.costs import flops_per_token, parameter_count
 from hexad.topology.devices import Attainable, named_gpus
 from hexad.topology.mesh import Axis
 
-LINK, LAUNCH = 450e9, 4e-6
+LINK, LAUNCH, START = 450e9, 4e-6, 15e-6
+"""Assumed: bytes per second of collectives, seconds per kernel and, besides the bytes, per collective."""
 _TWICE = {ops.rms_backward, residual._add_norm_backward, loss._statistics}
 """Compiled functions that read their inputs in two kernels: sums over tokens or columns beside others."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
@@ -129,7 +131,7 @@ class Cost:
 
 
 def _size(*values: Any) -> int:
-    # What is expanded is read once.
+    # An expanded tensor has fewer elements in memory than in its shape.
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
@@ -246,7 +248,8 @@ def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
 
     def start(operation: str, axis: Axis, nbytes: int, result: torch.Tensor, *_: Any, **__: Any) -> Any:
         ways = 2 if operation == "all_reduce" else 1
-        return _Arriving(result, counting.cost, ways * nbytes * (axis.size - 1) / axis.size / LINK)
+        seconds = START + ways * nbytes * (axis.size - 1) / axis.size / LINK
+        return _Arriving(result, counting.cost, seconds if axis.size > 1 else 0.0)
 
     with ExitStack() as stack:
         for target, name, value in (
@@ -273,7 +276,7 @@ def run(
     """Forward and backward of a model, of so many sequences of ``tokens``."""
     axis = Axis("tensor", tuple(range(tensor)), 0)
     meta = torch.device("meta")
-    chunks = None if after else 1
+    chunks = forward_chunks(sequences * tokens * model.hidden * 2) if after else 1
     shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after, chunks=chunks)
     (stage,) = build_stages(model, shard, [range(model.layers)], [0], 0).values()
     accumulator: Any = _Accumulator(waits=not after)
@@ -343,8 +346,8 @@ def _machine(gpu: str) -> str:
     figures = f"products {rates.products / 1e12:.0f}, attention {rates.attention / 1e12:.0f} TFLOP/s"
     return (
         f"Counted on meta tensors for an {gpu.upper()}; {rates.source}: {figures}, copies "
-        f"{rates.copies / 1e12:.1f} TB/s; assumed: {LINK / 1e9:.0f} GB/s, {LAUNCH * 1e6:.0f} us a launch; "
-        f"MFU of {device.half / 1e12:.0f} TFLOP/s"
+        f"{rates.copies / 1e12:.1f} TB/s; assumed: {LINK / 1e9:.0f} GB/s and {START * 1e6:.0f} us a "
+        f"collective, {LAUNCH * 1e6:.0f} us a launch; MFU of {device.half / 1e12:.0f} TFLOP/s"
     )
 
 
@@ -353,7 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["llama3.2-1b", "llama3-8b"], help="presets")
     parser.add_argument(
-        "--tensor", nargs="+", type=int, default=[1, 8], help="degrees; with sequence above 1"
+        "--tensor", nargs="+", type=int, default=[1, 4, 8], help="degrees; with sequence above 1"
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of one sequence")
     gpus = sorted(name for name, (gpu, _) in named_gpus().items() if gpu.attainable)

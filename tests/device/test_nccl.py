@@ -250,9 +250,15 @@ def test_a_layer_computes_beside_its_collectives(
     variant = replace(deep(VARIANTS[0], 3), overrides={"parallel": {"tensor_chunks": chunks}})
     case = Case(variant, tensor=2, sequence=sequence, samples=2, steps=1)
     recorded, _ = scenarios.dry_run(pool, case, axes=("tensor",))
-    sizes = {3840, 1920, 3840 // chunks, 1920 // chunks}
+    whole, parts = {3840, 1920}, {3840 // chunks, 1920 // chunks}
     for events in recorded.values():
-        activations = [e.number for e in events if isinstance(e, Call) and e.nbytes in sizes]
+        calls = [event for event in events if isinstance(event, Call)]
+        # Those of layers in forward; in backward; of embedding and head.
+        layers, others = (12, 18 + 4) if sequence else (6, 6 + 2)
+        assert sum(call.nbytes in parts for call in calls) == (
+            layers * chunks + (0 if chunks > 1 else others)
+        )
+        activations = [call.number for call in calls if call.nbytes in whole | parts]
         beside, under_way = Counter[int](), set[int]()
         for event in events:
             if isinstance(event, Call):

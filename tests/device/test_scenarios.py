@@ -35,7 +35,7 @@ NOTICED = (
     "no wait in parallel/data/gradients.py:start",
     "no wait in parallel/data/gradients.py:compute",
     "no wait in parallel/pipeline/transfers.py:receive",
-    "no wait in parallel/tensor/linear.py:backward",
+    "no wait in parallel/tensor/linear.py:_gathered_products",
     "no wait in parallel/context/attention.py:_arrivals",
     "operands freed before they are reduced",
     "activations written while they are sent",

@@ -56,6 +56,8 @@ _TABLE = """
 2 2 1 | interleaved     | full              | fp32        | gpt2
 2 2 1 | z2 seq zb_h1    | none              | fp32        | llama
 2 2 1 | zb_v            | none              | fp32        | gpt2
+2 2 1 | seq zb_h1       | none              | fp32        | outputs frozen
+2 2 1 | zb_h1           | none              | fp32        | outputs frozen
 4 2 1 | seq zb_h1       | none              | bf16        | two kv heads
 1 2 2 | z1 gpipe        | none              | bf16        | llama
 1 2 2 | z2 1f1b         | selective         | fp32        | gpt2
@@ -106,6 +108,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "lora of queries": {"lora": {"rank": 8, "targets": ["q", "v"]}},
     "lora with dropout": {"lora": {"rank": 8, "dropout": 0.1}},
     "last layer": {"train": ["layers.3", "norm", "head"]},
+    "outputs frozen": {"train": ["*.ffn.*", "*.attention.[qkv].*", "embedding*", "head*"]},
     "dropped": {"attention_dropout": 0.1},
     "window": {"family": "mistral", "sliding_window": 100},
 }

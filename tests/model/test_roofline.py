@@ -31,10 +31,12 @@ def test_the_bound_on_mfu(model: str, low: float, high: float) -> None:
 
 
 def test_a_layer_computes_while_it_sends() -> None:
-    """Of the collectives of an 8B layer on 8 ranks, 8192 tokens: messages of 64 MiB, in four chunks."""
+    """An 8B layer on 8 ranks, 8192 tokens: messages of 64 MiB, those of the forward pass in two chunks."""
     before, after = (roofline.bound("llama3-8b", 8192, 8, now) for now in (False, True))
-    assert before["block_sent_ms"] == pytest.approx(after["block_sent_ms"])
-    assert after["block_exposed_ms"] < 0.4 * after["block_sent_ms"] < 0.6 * before["block_exposed_ms"]
+    starts = after["block_sent_ms"] - before["block_sent_ms"]
+    assert starts == pytest.approx(4 * 1e3 * roofline.START)
+    assert after["block_exposed_ms"] < 0.5 * after["block_sent_ms"]
+    assert before["block_exposed_ms"] > 0.65 * before["block_sent_ms"]
 
 
 def test_the_kinds_of_operators_add_up() -> None:

@@ -63,6 +63,27 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
     assert again == resolved
 
 
+@pytest.mark.parametrize(
+    ("overrides", "chunks"),
+    [
+        (["parallel.tensor=8"], 2),  # 64 MiB
+        (["parallel.tensor=8", "batch.micro=4"], 4),
+        (["parallel.tensor=8", "precision.dtype=fp32"], 4),
+        (["parallel.tensor=4", "parallel.context=2"], 1),
+        (["parallel.tensor=1"], 1),
+        (["parallel.tensor=8", "precision.dtype=fp8"], 1),
+        (["parallel.tensor=8", "parallel.tensor_chunks=3"], 3),
+    ],
+)
+def test_messages_of_32_mib_are_worth_a_chunk(overrides: list[str], chunks: int) -> None:
+    config = load_config(
+        {"model": {"preset": "llama3-8b"}, "data": {"sequence": 8192}, "batch": {"micro": 1, "global": 8}},
+        ["precision.dtype=bf16", *overrides],
+    )
+    layout = Layout.from_settings(config.parallel, 8)
+    assert resolve(config, layout, vocab=128256).config.parallel.tensor_chunks == chunks
+
+
 def test_the_schedule_that_is_shown_is_the_one_that_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,9 +21,10 @@ once = pathlib.Path(__file__).with_name("hung")
 class Work:  # NCCL's, of a peer that hangs
     wait = is_completed = lambda self: False
 def abort(trace):  # as torch's watchdog does
-    from hexad.comm.trace import Call
+    from hexad.comm.trace import Call, Kind
     work = Work()
-    trace.wait(Call("all_reduce over axis tensor (ranks 0,1)", 8, time.time(), "", "tensor"), work.wait, work)
+    kind = Kind("all_reduce over axis tensor (ranks 0,1)", "", "tensor")
+    trace.wait(Call(kind, 8, time.time()), work.wait, work)
     while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]):
         time.sleep(0.01)
     os.abort()

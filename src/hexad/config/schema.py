@@ -155,8 +155,8 @@ class ParallelSettings(Settings):
     too. Effective where ``tensor > 1``."""
     tensor_chunks: Degree | Literal["auto"] = "auto"
     """Chunks of tokens in which a tensor-parallel layer's forward pass gathers, multiplies and sums: one is
-    sent while another is multiplied. ``auto``: up to 4, of 16 MiB or more. Layers in fp8, or with adapters,
-    have one."""
+    sent while another is multiplied. ``auto``: up to 4, each of 32 MiB or more when gathered. Never more than
+    a rank has tokens; layers in fp8, or with adapters, have one."""
     context: Degree = 1
     """Context-parallel degree: the tokens of every microbatch are divided among this many ranks. It divides
     ``data.sequence``."""
@@ -260,6 +260,11 @@ class PrecisionSettings(Settings):
     before it."""
     loss_scale_min: PositiveFloat = 1.0
     """Smallest dynamic loss scale; an overflow there stops the run."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element of a parameter or an activation, of resolved settings."""
+        return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}[self.dtype]
 
 
 class MemorySettings(Settings):

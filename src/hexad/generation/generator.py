@@ -106,7 +106,7 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
     mesh = factored_mesh(config.model, config.parallel, mesh)
-    shard = replace(make_shard(config.parallel, mesh, stored), sequence=False)
+    shard = replace(make_shard(config.parallel, mesh, stored), sequence=False, chunks=1)
     rank = mesh.pipeline.rank
     model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
     load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)

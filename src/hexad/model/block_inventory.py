@@ -163,6 +163,10 @@ class BlockSpec:
         """Names of the projections that can have adapters; those of one product together."""
         return tuple(names for branch in self.parts for names in branch.outputs)
 
+    def kind_of(self, parameter: Parameter) -> str:
+        """The kind of the branch that has the parameter."""
+        return next(branch.kind for branch in self.parts if parameter in branch.parameters)
+
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
         return [product for branch in self.parts for product in branch.products(run)]

@@ -283,7 +283,7 @@ def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Sh
         axes |= {axis.name: axis for axis in mesh.model_axes("expert")}
     method: Literal["ring", "all_gather"]
     method = "all_gather" if parallel.context_method == "all_gather" else "ring"
-    chunks = None if parallel.tensor_chunks == "auto" else parallel.tensor_chunks
+    chunks = 1 if parallel.tensor_chunks == "auto" else parallel.tensor_chunks
     return Shard(axes, parallel.sequence_parallel, dtype, mesh.device, chunks=chunks, method=method)
 
 

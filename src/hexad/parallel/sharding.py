@@ -38,7 +38,7 @@ class Shard:
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
         fp8_weight_gradients: where they do, their weights' gradients too.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
-        chunks: in which tensor-parallel layers multiply, see ``parallel.tensor_chunks``; None: by size.
+        chunks: of tokens, see ``parallel.tensor_chunks``.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
             :class:`hexad.parallel.context.attention.KeyExchange`.
     """
@@ -51,7 +51,7 @@ class Shard:
     fp8: bool = False
     fp8_weight_gradients: bool = False
     compiled: bool = False
-    chunks: int | None = None
+    chunks: int = 1
     method: Literal["ring", "all_gather"] = "ring"
 
     @property

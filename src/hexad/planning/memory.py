@@ -18,9 +18,6 @@ from hexad.topology.layout import Layout
 from . import Resolved
 from .step import Peak, StageMemory, StateBuffers, Step
 
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""``precision.dtype`` -> bytes of a parameter's or an activation's element."""
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -131,7 +128,7 @@ def _update(buckets: list[BucketPlan], run: Execution, offload: bool) -> Peak:
 def execution(config: Config, layout: Layout) -> Execution:
     """How a rank computes a microbatch."""
     precision = config.precision
-    byte, cpu = WIDTHS[precision.dtype], config.run.device == "cpu"
+    byte, cpu = precision.width, config.run.device == "cpu"
     return Execution(
         config.batch.micro,
         config.data.sequence,

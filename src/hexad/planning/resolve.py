@@ -7,6 +7,7 @@ from hexad.config import Config, ConfigError, blaming
 from hexad.config.schema import DataSettings, ParallelSettings, prefixes
 from hexad.model.configuration import complete_model
 from hexad.optim.schedule import decay_steps
+from hexad.parallel.tensor.linear_inventory import forward_chunks
 from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
 
@@ -57,7 +58,10 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool
         check_vocab(config, vocab)
     schedule = config.lr_schedule
     lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.run.steps)})
-    update = {"model": model, "lr_schedule": lr_schedule, "parallel": resolved_parallel(config, layout)}
+    parallel = resolved_parallel(config, layout)
+    if parallel.tensor_chunks == "auto":
+        parallel = parallel.model_copy(update={"tensor_chunks": _tensor_chunks(config, layout)})
+    update = {"model": model, "lr_schedule": lr_schedule, "parallel": parallel}
     config = config.model_copy(update=update)
     plan = pipeline_plan(config, layout)
     _check_plan(config, plan)
@@ -128,6 +132,14 @@ def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
     if settings.bucket_mb == "auto":
         resolved["bucket_mb"] = max(25.0, 4.0 * layout.gradient_ranks)
     return settings.model_copy(update=resolved)
+
+
+def _tensor_chunks(config: Config, layout: Layout) -> int:
+    """By the bytes of a microbatch's residual stream; layers in fp8 multiply all tokens at once."""
+    if layout.tensor == 1 or config.precision.dtype == "fp8":
+        return 1
+    tokens = config.batch.micro * config.data.sequence // layout.context
+    return forward_chunks(tokens * config.model.hidden * config.precision.width)
 
 
 def _tokenizer_vocab(config: Config) -> int:

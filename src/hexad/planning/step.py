@@ -168,12 +168,10 @@ class StageMemory:
             parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
         }
         self.numbers = numbers
-        self.leftover = self._leftover()
-        if self.leftover is not None:
-            self.operands[self.leftover[0]] += self.leftover[1]
-        self.operand_bytes = self.operands.total()
+        self.leftover: list[int] = []  # parameters whose product a ``B`` sets aside and leaves to its ``W``
         self.moments = {split: list(self._backward(split)) for split in (False, True)}
         self.weight_moments = list(self._weights())
+        self.operand_bytes = self.operands.total()
 
     @property
     def forward(self) -> int:
@@ -194,13 +192,14 @@ class StageMemory:
             yield max(stream, stage.norm.backward(run)), stream, self._vectors("norm"), None
             base -= 2 * stream  # the head's gradient was kept, and the final norm has given up its input
         parts = {
-            (block, kind): (
-                block.backward(run, kind, split),
-                (block.operands(run).total() if split else 0) - block.kept(run, kind).total(),
+            (block, recompute): (
+                block.backward(run, recompute, split),
+                (block.operands(run).total() if split else 0) - block.kept(run, recompute).total(),
             )
-            for block, kind in {part for _, part in self.layers}
+            for block, recompute in {part for _, part in self.layers}
         }
-        aside, later = 0, list[int]()  # operands of a product that is set aside, and whose gradient that is
+        # Of a product that is set aside: bytes of its operands, the weight's number, and the kind of branch.
+        aside, later, kind = 0, list[int](), ""
         for number, part in reversed(self.layers[stage.unreached :]):
             moments, left = parts[part]
             unit = f"layers.{number}"
@@ -214,6 +213,7 @@ class StageMemory:
                     done, later, computed, aside = later, [], aside, 0
                 if moment.aside:
                     later, own, aside = own, [], moment.aside
+                    kind = part[0].kind_of(moment.weights[0])
                 yield needed, base + moment.complete + max(computed, aside), done + own, reached
                 reached = None
             base += left
@@ -221,23 +221,14 @@ class StageMemory:
             base += stream if last and not stage.last else 0  # what was received is held to the end
             yield base, base, self._vectors(unit), None
         first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
-        stays = split and self.leftover is not None
-        yield base + aside, base + (aside if stays else 0), first if stays else later + first, None
-
-    def _leftover(self) -> tuple[str, int, list[int]] | None:
-        """What a ``B`` sets aside last and leaves to ``W``, where no gather of an embedding's gradient
-        follows: kind of branch, bytes of its operands, and whose gradient it is."""
-        stage, run = self.stage, self.run
         embeds = any(part.unit == "embedding" and not part.frozen for part in stage.parameters)
-        if not run.sequence or (embeds and not stage.unreached) or stage.unreached == len(self.layers):
-            return None
-        number, (block, kind) = self.layers[stage.unreached]
-        branch = block.parts[0]
-        rows = [moment for moment in branch.backward(run, kind == "selective", True) if moment.aside]
-        if not rows:
-            return None
-        names = [f"layers.{number}.{weight.name}" for weight in rows[-1].weights]
-        return branch.kind, rows[-1].aside, [self.numbers[name] for name in names]
+        gathers = run.sequence and embeds and not stage.unreached  # the gradient of the embedding's output
+        if split and aside and not gathers:
+            self.leftover, later = later, []
+            self.operands[kind] += aside
+            yield base + aside, base + aside, first, None
+        else:
+            yield base + aside, base, later + first, None
 
     def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
         """Yield the moments of ``W``, in the form of :meth:`_backward`."""
@@ -248,8 +239,8 @@ class StageMemory:
                 done = [self.numbers[f"layers.{number}.{weight.name}"] for weight in weights]
                 yield needed - released, complete - released, done, None
             released += block.operands(self.run).total()
-        if self.leftover is not None:
-            yield -released, -released, self.leftover[2], None
+        if self.leftover:
+            yield -released, -released, self.leftover, None
 
     def _vectors(self, unit: str) -> list[int]:
         """Parameters too small to matter, but with a place in the order of reductions."""

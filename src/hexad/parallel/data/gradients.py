@@ -99,8 +99,8 @@ class Gradients:
     def set_aside(self, parameter: Tensor, product: WeightGradient) -> None:
         """Keep a product until :meth:`compute_aside`, at most to the end of the backward pass under way.
 
-        While products are deferred, those whose gradients are not kept are, too: from here to the last of
-        its ``W`` a bucket would have a buffer.
+        While products are deferred, a product whose gradient is not kept over the step (ZeRO 2 and 3) is
+        deferred like the others: its bucket would have a buffer from here to the end of ``W``.
         """
         bucket = self._buckets[self._places[parameter][0]]
         if self._deferred is not None and not bucket.plan.keeps_gradients:

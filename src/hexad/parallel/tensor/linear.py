@@ -5,7 +5,6 @@ Activations are ``[tokens, features]``: batch and sequence flattened, so that se
 scatters act on dim 0 and move contiguous memory.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -194,18 +193,12 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     return y
 
 
-CHUNK = 16 * 2**20
-"""Bytes of a message that are worth one of its own: several times the time in which a collective starts."""
-MOST_CHUNKS = 4
-
-
-def _chunks(rows: int, nbytes: int, shard: Shard, adapters: Adapters | None) -> list[slice]:
-    """The rows of a rank in runs, each of which has its own message, of ``nbytes`` in all."""
+def _chunks(rows: int, shard: Shard, adapters: Adapters | None) -> list[slice]:
+    """The rows of a rank in runs, each of which has its own message."""
     if shard.tensor.size == 1 or adapters is not None or shard.fp8:  # one mask, one scale
         return [slice(rows)]
-    count = min(nbytes // CHUNK, MOST_CHUNKS) if shard.chunks is None else shard.chunks
-    ends = [rows * number // count for number in range(1, count + 1)] if 1 < count <= rows else [rows]
-    return [slice(begin, end) for begin, end in pairwise([0, *ends])]
+    count = max(1, min(shard.chunks, rows))
+    return [slice(*run) for run in pairwise(rows * number // count for number in range(count + 1))]
 
 
 def _gathered_products(x: Tensor, layers: Sequence[Fused], shard: Shard, chunks: Sequence[slice]) -> Tensor:
@@ -234,18 +227,15 @@ def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[sl
     axis, scatters = shard.tensor, shard.sequence
     whole = x.unflatten(0, (axis.size if scatters else 1, -1))
     y = x.new_empty((whole.shape[1], len(weight)))
-    summing = deque[Pending]()
+    summing = Pending(y)
     for rows in chunks:
         if scatters:
             part = torch.bmm(whole[:, rows], weight.t().expand(axis.size, -1, -1)).flatten(0, 1)
         else:
             part = torch.mm(x[rows], weight.t(), out=y[rows])
-        if summing:
-            summing.popleft().wait()
-        summing.append(
-            reduce_scatter_async(part, axis, y[rows]) if scatters else all_reduce_async(part, axis)
-        )
-    summing.popleft().wait()
+        summing.wait()
+        summing = reduce_scatter_async(part, axis, y[rows]) if scatters else all_reduce_async(part, axis)
+    summing.wait()
     return y
 
 
@@ -276,7 +266,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         fused = tensors if adapters is None else tensors[: -len(adapters.tensors)]
         ctx.layers, ctx.shard, ctx.adapters = list(zip(fused[::2], fused[1::2])), shard, adapters
-        chunks = _chunks(len(x), x.nbytes * shard.tensor.size, shard, adapters) if shard.sequence else []
+        chunks = _chunks(len(x), shard, adapters) if shard.sequence else []
         inner = None
         if len(chunks) > 1:
             y = _gathered_products(x, ctx.layers, shard, chunks)
@@ -350,7 +340,7 @@ class _RowLinear(torch.autograd.Function):
         if unused:
             ctx.save_for_backward(kept, None if adapters is None else adapters.inner(x))
             return x.new_empty((rows, len(weight)))
-        chunks = _chunks(rows, len(x) * len(weight) * x.itemsize, shard, adapters)
+        chunks = _chunks(rows, shard, adapters)
         if len(chunks) > 1:
             ctx.save_for_backward(kept, None)
             return _summed_product(x, weight, shard, chunks)

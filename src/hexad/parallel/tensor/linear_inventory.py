@@ -6,6 +6,14 @@ from dataclasses import dataclass, replace
 
 from ..inventory import KV_AXES, Execution, Moment, Parameter, Product, Weight
 
+CHUNK, MOST_CHUNKS = 32 * 2**20, 4
+"""Bytes, of all ranks, that are worth a message of their own: it takes several times what its start takes."""
+
+
+def forward_chunks(nbytes: int) -> int:
+    """In how many chunks a message of ``nbytes``, of all ranks, is gathered or summed beside products."""
+    return max(1, min(nbytes // CHUNK, MOST_CHUNKS))
+
 
 @dataclass(frozen=True)
 class LoraSpec:

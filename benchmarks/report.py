@@ -36,6 +36,7 @@ def section(name: str) -> str:
     results = json.loads(path.read_text(encoding="utf-8"))
     kinds = {
         "stages": overlap,
+        "layouts": overlap_tensor,
         "bandwidth_over_raw": checkpoint_io,
         "bounds": roofline,
         "first_rank": cost_of_start,
@@ -151,6 +152,16 @@ def overlap(results: dict[str, Any]) -> Iterator[str]:
     if PICTURE.exists():
         yield ""
         yield f"![Seconds of a step by ZeRO level](images/{PICTURE.name})"
+
+
+def overlap_tensor(results: dict[str, Any]) -> Iterator[str]:
+    """A row per layout."""
+    yield "| layout | MB sent | compute s | overlapped s | at once s | waits s | waits, at once s |"
+    yield "|---|---|---|---|---|---|---|"
+    for layout, figures in results["layouts"].items():
+        names = ("free", "overlapped", "at_once", "waited_overlapped", "waited_at_once")
+        cells = [layout, f"{figures['sent_bytes'] / 1e6:.1f}", *(f"{figures[name]:.2f}" for name in names)]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:

@@ -101,6 +101,16 @@ def _drop_row_forward(mesh: Mesh) -> Patches:
     return [mock.patch.object(linear, "all_reduce", same)]
 
 
+def _swap_chunks(mesh: Mesh) -> Patches:
+    original = linear._summed_product
+
+    def swapped(x: torch.Tensor, weight: torch.Tensor, shard: Any, chunks: Any) -> torch.Tensor:
+        y = original(x, weight, shard, chunks)
+        return torch.cat([y[rows] for rows in reversed(chunks)])
+
+    return [mock.patch.object(linear, "_summed_product", swapped)]
+
+
 def _stale_gather(mesh: Mesh) -> Patches:
     def gather(tensor: torch.Tensor, axis: Any) -> comm.Pending:
         return comm.Pending(tensor.repeat(axis.size, 1))
@@ -308,9 +318,12 @@ MUTATIONS = {
         _count_copied_heads, Case(fewer(VARIANTS[0], 2), tensor=4, sequence=False)
     ),
     "drop the column-parallel backward reduction": Mutation(
-        _drop_column_backward, _in(tensor=2, sequence=False)
+        _drop_column_backward, _in(tensor=2, sequence=False, variant=1)
     ),
-    "drop the row-parallel forward reduction": Mutation(_drop_row_forward, _in(tensor=2, sequence=False)),
+    "drop the row-parallel forward reduction": Mutation(
+        _drop_row_forward, _in(tensor=2, sequence=False, variant=1)
+    ),
+    "swap chunks of a row-parallel layer": Mutation(_swap_chunks, _in(tensor=2)),
     "use this rank's tokens only for weight gradients": Mutation(_stale_gather, _in(tensor=2)),
     "normalise the softmax over this rank's vocabulary": Mutation(
         _local_softmax, _in(tensor=2, sequence=False)

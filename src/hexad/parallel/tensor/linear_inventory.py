@@ -11,7 +11,7 @@ CHUNK, MOST_CHUNKS = 32 * 2**20, 4
 
 
 def forward_chunks(nbytes: int) -> int:
-    """In how many chunks a message of ``nbytes``, of all ranks, is gathered or summed beside products."""
+    """The number of chunks in which a message of ``nbytes``, of all ranks, is gathered or summed."""
     return max(1, min(nbytes // CHUNK, MOST_CHUNKS))
 
 

@@ -135,8 +135,8 @@ def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
 
 
 def _tensor_chunks(config: Config, layout: Layout) -> int:
-    """Chunks of a tensor-parallel layer's forward pass, by the bytes of a microbatch's residual stream; one in
-    fp8, whose layers multiply all tokens at once."""
+    """Chunks of a tensor-parallel layer's forward pass, by the bytes of a microbatch's residual stream; one
+    in fp8, whose layers multiply all tokens at once."""
     if layout.tensor == 1 or config.precision.dtype == "fp8":
         return 1
     tokens = config.batch.micro * config.data.sequence // layout.context

@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from hexad.version import __version__
 
 # Resolved on first use, so that `import hexad` and the torch-free commands start in milliseconds.
 _PUBLIC = {

@@ -33,6 +33,7 @@ from hexad.planning.memory import predict
 from hexad.topology import mesh as meshes
 from hexad.topology.cluster import peak_flops
 from hexad.topology.layout import Level, Tree
+from hexad.training.pace import collected_by_step
 
 from .device import Bench
 from .profile import host_stacks, profiled
@@ -99,12 +100,13 @@ def _figures(bench: Bench, zero: int, left: Callable[[], float]) -> Iterator[dic
     if not bench.pretend:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)
-    with _without_peers(layout, rank, config.batch.global_ * tokens):
+    with _without_peers(layout, rank, config.batch.global_ * tokens), collected_by_step() as collect:
         engine = Engine(resolved, Mesh.create(layout, bench.device))
 
         def step() -> None:
             if engine.train_step(batch).skipped:
                 raise RuntimeError("the update was left out")
+            collect(1)
 
         for _ in range(WARM_UP):
             begin = time.perf_counter()
@@ -124,6 +126,7 @@ def _figures(bench: Bench, zero: int, left: Callable[[], float]) -> Iterator[dic
         stacks = host_stacks(step, 2)
         yield {
             "samples": stacks["samples"],
+            "collector_ms": stacks["collector_ms"],
             "host_lines": stacks["lines"],
             "host_functions": stacks["functions"],
         }

@@ -3,11 +3,13 @@ host: calls of CUDA, and the lines of Python that are executed."""
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -103,12 +105,17 @@ def host_stacks(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     passes. Operators of PyTorch count for the line that calls them.
 
     Returns:
-        ``samples``; ``lines`` and ``functions``: rows with ``where`` and ``share``, of the lines that were
-        executed at a sample, and of the functions that were entered, with all that they call.
+        ``samples``; ``collector_ms``, of Python's garbage collector per step; ``lines`` and ``functions``:
+        rows with ``where`` and ``share``, of the lines that were executed at a sample, and of the functions
+        that were entered, with all that they call.
     """
     lines: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     main, over = threading.get_ident(), threading.Event()
+    collections: list[float] = []  # when each began and ended
+
+    def note(*_: Any) -> None:
+        collections.append(time.perf_counter())
 
     def sample() -> None:
         while not over.wait(INTERVAL):
@@ -120,6 +127,7 @@ def host_stacks(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     sampler = threading.Thread(target=sample)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(INTERVAL / 10)  # or samples would be taken only where the host releases the lock
+    gc.callbacks.append(note)
     sampler.start()
     try:
         for _ in range(steps):
@@ -127,8 +135,10 @@ def host_stacks(step: Callable[[], Any], steps: int) -> dict[str, Any]:
     finally:
         over.set()
         sampler.join()
+        gc.callbacks.remove(note)
         sys.setswitchinterval(switch)
     return {
+        "collector_ms": 1e3 * (sum(collections[1::2]) - sum(collections[::2])) / steps,
         "samples": lines.total(),
         "lines": _shares(lines, lines.total()),
         "functions": _shares(functions, lines.total()),

@@ -7,6 +7,7 @@ Functions::
     generate(source, prompts, ...)    continue prompts with a run, a checkpoint or ``hf:DIR``
     evaluate(source, data, ...)       loss, perplexity and bits per byte
     launch(config)                    join the world, for a custom loop around an Engine
+    parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
 
 Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
 arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and
@@ -35,6 +36,7 @@ _PUBLIC = {
     "generate": "hexad.api",
     "launch": "hexad.launching.launch",
     "load_config": "hexad.model.configuration",
+    "parallelize": "hexad.conversion.parallelize",
     "train": "hexad.api",
 }
 
@@ -53,6 +55,7 @@ __all__ = [
     "generate",
     "launch",
     "load_config",
+    "parallelize",
     "train",
 ]
 
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from hexad.api import evaluate, generate, train
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
+    from hexad.conversion.parallelize import parallelize
     from hexad.dataset.load.microbatch import Microbatch
     from hexad.engine.engine import Engine
     from hexad.launching.launch import launch

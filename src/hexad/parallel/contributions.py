@@ -124,21 +124,30 @@ Contribution = Dense | WeightGradient | Rows
 
 
 def accumulator_of(parameter: Tensor) -> Gradients | None:
-    """Where the parameter's gradient is accumulated; None under plain autograd."""
+    """Where layers contribute to the parameter's gradient; None where they hand it to autograd."""
     return getattr(parameter, "gradient_accumulator", None)
 
 
-def attach(parameter: nn.Parameter, accumulator: Gradients) -> None:
-    """Accumulate the parameter's gradient there; what autograd computes for it goes there too."""
-    parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
+def attach(parameter: nn.Parameter, accumulator: Gradients, direct: bool) -> None:
+    """Accumulate the parameter's gradient there. ``direct``: each layer that uses it contributes, and so does
+    what autograd computes; otherwise layers hand their gradients to autograd, whose sum is one contribution,
+    however often the layers of a user's module are called."""
+    if direct:
+        parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
+    parameter.autograd_accumulator = accumulator  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_move)
+
+
+def attached(parameter: Tensor) -> bool:
+    """Whether an engine accumulates the parameter's gradient."""
+    return hasattr(parameter, "autograd_accumulator")
 
 
 def _move(parameter: Tensor) -> None:
     # A function that held the accumulator itself would close a reference cycle through the hook, which is
     # never collected: buffers and process groups would outlive their engine.
-    accumulator = accumulator_of(parameter)
-    if accumulator is not None and parameter.grad is not None:  # None where a layer has contributed by itself
+    accumulator: Gradients = parameter.autograd_accumulator  # type: ignore[attr-defined]
+    if parameter.grad is not None:  # None where a layer has contributed by itself
         accumulator.contribute(parameter, Dense(parameter.grad))
         parameter.grad = None
 

@@ -136,9 +136,13 @@ class ParameterGatherer:
                 self._buckets[number].attach(whole)
 
     def _provide(self, number: int, parameter: Tensor) -> Tensor:
-        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3."""
-        if not self._buckets[number].plan.resident:
-            return self.absent(parameter)
+        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3, except in
+        the backward pass of a user's module that was called several times: it is left after each call."""
+        bucket = self._buckets[number]
+        if not bucket.plan.resident:
+            if not (bucket.members[0].given and torch._C._current_graph_task_id() >= 0):
+                return self.absent(parameter)
+            self.fetch(number)
         self._arrive(number)
         return parameter
 

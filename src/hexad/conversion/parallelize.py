@@ -22,6 +22,9 @@ from .styles import Entry, entries
 Module = TypeVar("Module", bound=nn.Module)
 HALVES = 2
 """Parts of a packed layer."""
+MISSING = {"apertus": {"**.mlp.act_fn": "partial"}}
+"""What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
+which each rank sees its features."""
 
 
 def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
@@ -68,13 +71,14 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
 
 
 def _own_plan(module: nn.Module) -> Mapping[str, str]:
-    plan = getattr(module, "tp_plan", None)
+    plan: Mapping[str, str] | None = getattr(module, "tp_plan", None)
     if not plan:
         raise HexadError(
             f"plan: found none, and {type(module).__name__} carries no plan of its own (tp_plan); pass "
             "plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
         )
-    return dict(plan)
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return {**plan, **MISSING.get(str(kind), {})}
 
 
 @dataclass(frozen=True)

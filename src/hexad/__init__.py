@@ -8,6 +8,7 @@ Functions::
     evaluate(source, data, ...)       loss, perplexity and bits per byte
     launch(config)                    join the world, for a custom loop around an Engine
     parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
+    pipeline(module, mesh, ...)       divide it into pipeline stages
 
 Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
 arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and
@@ -37,6 +38,7 @@ _PUBLIC = {
     "launch": "hexad.launching.launch",
     "load_config": "hexad.model.configuration",
     "parallelize": "hexad.conversion.parallelize",
+    "pipeline": "hexad.conversion.pipeline",
     "train": "hexad.api",
 }
 
@@ -56,6 +58,7 @@ __all__ = [
     "launch",
     "load_config",
     "parallelize",
+    "pipeline",
     "train",
 ]
 
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
     from hexad.conversion.parallelize import parallelize
+    from hexad.conversion.pipeline import pipeline
     from hexad.dataset.load.microbatch import Microbatch
     from hexad.engine.engine import Engine
     from hexad.launching.launch import launch

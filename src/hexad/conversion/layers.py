@@ -24,13 +24,20 @@ from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor import regions
 from hexad.parallel.tensor.embedding import embed
 from hexad.parallel.tensor.linear import column_linear, row_linear
+from hexad.topology.mesh import Mesh
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class Converted(ShardedModule):
     """A user's module, some of whose parameters are shards. Its ``state_dict`` is that of the whole module,
-    which all tensor ranks gather together, and ``load_state_dict`` takes that one."""
+    which all tensor ranks gather together, and ``load_state_dict`` takes that one.
+
+    Attributes:
+        mesh: of the run.
+    """
+
+    mesh: Mesh
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -104,46 +111,36 @@ def _class(own: type[Any], kind: type[Any]) -> type[Any]:
 
 
 def declare(
-    module: nn.Module,
-    name: str,
-    declaration: Parameter,
-    shards: dict[nn.Parameter, nn.Parameter],
-    whole: nn.Parameter | None = None,
+    module: nn.Module, name: str, declaration: Parameter, whole: Tensor, done: dict[Tensor, Parameter]
 ) -> None:
-    """Replace a parameter of a converted module by this rank's shard.
+    """Give a parameter of a converted module this rank's shard; optimizers that have it keep it.
 
     Args:
         module: see :func:`convert`.
-        name: of the parameter.
-        declaration: of what the rank holds; its weights have the parameter's name.
-        shards: those made so far, by the parameters that they replace: one that several modules share is made
-            once.
-        whole: what it is a shard of, by default the module's parameter of this name.
+        name: of the parameter; one that the module lacks is made.
+        declaration: of what the rank holds; its weights have the name of the whole tensor.
+        whole: the values of which it is a shard.
+        done: the parameters that have theirs, with what they hold: several modules may share one.
     """
     assert isinstance(module, ShardedModule)
-    whole = module.get_parameter(name) if whole is None else whole
-    weight = declaration.weights[0]
+    if name not in module._parameters:
+        trained = module.get_parameter(declaration.weights[0].name).requires_grad
+        module.register_parameter(name, nn.Parameter(torch.empty_like(whole), trained))
+    parameter = module.get_parameter(name)
+    if parameter in done:
+        module.declarations[name] = done[parameter]
+        return
     weights = tuple(
-        replace(weight, decay=whole.dim() > 1, given=True, frozen=not whole.requires_grad)
+        replace(weight, decay=whole.dim() > 1, given=True, frozen=not parameter.requires_grad)
         for weight in declaration.weights
     )
-    module.declarations[name] = declaration = replace(declaration, weights=weights)
-    if whole not in shards and not weight.divided:
-        shards[whole] = whole
-    elif whole not in shards:
-        shards[whole] = _shard(whole, declaration, module.shard)
-    if weight.partial:
-        sum_gradient(shards[whole], module.shard)
-    module.register_parameter(name, shards[whole])
-
-
-def _shard(whole: nn.Parameter, declaration: Parameter, shard: Shard) -> nn.Parameter:
-    part = torch.zeros(declaration.local_shape(shard.positions), dtype=whole.dtype, device=whole.device)
-    if not whole.is_meta:
-        fill(part, whole, declaration, shard)
-    parameter = nn.Parameter(part, whole.requires_grad)
-    vars(parameter).update(vars(whole))  # what libraries note on it
-    return parameter
+    done[parameter] = module.declarations[name] = declaration = replace(declaration, weights=weights)
+    if weights[0].divided:
+        shape = declaration.local_shape(module.shard.positions)
+        part = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
+        parameter.data = part if whole.is_meta else fill(part, whole, declaration, module.shard)
+    if weights[0].partial:
+        sum_gradient(parameter, module.shard)
 
 
 def sum_gradient(parameter: nn.Parameter, shard: Shard) -> None:

@@ -70,6 +70,11 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
     return module
 
 
+def mesh_of(module: nn.Module) -> Mesh | None:
+    """The mesh over whose tensor ranks a model has been divided; None if it has not been."""
+    return next((part.mesh for part in module.modules() if isinstance(part, layers.Converted)), None)
+
+
 def _own_plan(module: nn.Module) -> Mapping[str, str]:
     plan: Mapping[str, str] | None = getattr(module, "tp_plan", None)
     if not plan:
@@ -88,11 +93,13 @@ class _Work:
     Attributes:
         module: the model.
         chosen: the plan's entries.
+        mesh: of the run.
         shard: of this rank.
     """
 
     module: nn.Module
     chosen: list[Entry]
+    mesh: Mesh
     shard: Shard
 
     @classmethod
@@ -105,7 +112,10 @@ class _Work:
         sequence = any(entry.style == "sequence_parallel" for entry in chosen) and mesh.tensor.size > 1
         first = next(module.parameters()).dtype
         work = cls(
-            module, _with_ties(module, chosen), Shard({"tensor": mesh.tensor}, sequence, first, mesh.device)
+            module,
+            _with_ties(module, chosen),
+            mesh,
+            Shard({"tensor": mesh.tensor}, sequence, first, mesh.device),
         )
         for entry in work.chosen:
             work._check(entry)
@@ -182,69 +192,71 @@ class _Work:
 
     def carry_out(self) -> None:
         """Convert the modules."""
-        shards: dict[nn.Parameter, nn.Parameter] = {}
+        done: dict[Tensor, Parameter] = {}
         for entry in self.chosen:
             owner = _owner(self.module, entry.name)
             if owner is not None:
-                self._convert_parameter(entry, *owner, shards)
+                self._convert_parameter(entry, *owner, done)
             elif entry.style == "all_reduce":
                 self.module.get_submodule(entry.name).register_forward_hook(self._sum)
             elif entry.style not in ("replicate", "local_params"):
-                self._convert(entry, self.module.get_submodule(entry.name), shards)
+                self._convert(entry, self.module.get_submodule(entry.name), done)
+
+    def _become(self, module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
+        layers.convert(module, kind, self.shard, mesh=self.mesh, **attributes)
 
     def _sum(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return regions.summed(output, self.shard.tensor)
 
-    def _convert(self, entry: Entry, layer: Any, shards: dict[nn.Parameter, nn.Parameter]) -> None:
-        style, shard = entry.style, self.shard
+    def _convert(self, entry: Entry, layer: Any, done: dict[Tensor, Parameter]) -> None:
+        style = entry.style
         bias = getattr(layer, "bias", None) is not None
         if "embedding" in style:
             rows = style == "embedding_rowwise"
-            layers.convert(layer, layers.RowEmbedding if rows else layers.ColumnEmbedding, shard)
+            self._become(layer, layers.RowEmbedding if rows else layers.ColumnEmbedding)
             divided = {"tensor": 0 if rows else 1}
-            layers.declare(layer, "weight", _whole("weight", layer.weight, divided, pads=rows), shards)
+            table = _whole("weight", layer.weight, divided, pads=rows)
+            layers.declare(layer, "weight", table, layer.weight.data, done)
         elif "colwise" in style:
             packed, gathers = style == "packed_colwise", style == "colwise_gather_output"
-            layers.convert(layer, layers.ColumnLinear, shard, gathers=gathers)
+            self._become(layer, layers.ColumnLinear, gathers=gathers)
             for name in ("weight", "bias") if bias else ("weight",):
                 whole = getattr(layer, name)
                 declaration = (
                     _row_halves(name, whole) if packed else _whole(name, whole, {"tensor": 0}, gathers)
                 )
-                layers.declare(layer, name, declaration, shards)
+                layers.declare(layer, name, declaration, whole.data, done)
         elif "rowwise" in style:
-            self._convert_rows(entry, layer, bias, shards)
+            self._convert_rows(entry, layer, bias, done)
         else:
-            layers.convert(layer, layers.Converted, shard)
+            self._become(layer, layers.Converted)
             for name, parameter in list(layer.named_parameters(recurse=False)):
-                layers.declare(layer, name, _whole(name, parameter, {}, partial=True), shards)
+                layers.declare(layer, name, _whole(name, parameter, {}, partial=True), parameter.data, done)
 
-    def _convert_rows(
-        self, entry: Entry, layer: Any, bias: bool, shards: dict[nn.Parameter, nn.Parameter]
-    ) -> None:
+    def _convert_rows(self, entry: Entry, layer: Any, bias: bool, done: dict[Tensor, Parameter]) -> None:
         second = entry.style == "packed_rowwise"
         splits = entry.style == "rowwise_split_input"
-        layers.convert(layer, layers.RowLinear, self.shard, splits=splits, second=second)
+        self._become(layer, layers.RowLinear, splits=splits, second=second)
         if second:
-            whole = layer.weight
+            whole = layer.weight.data
             for name, part in zip(("weight", "weight_1"), _column_halves(whole)):
-                layers.declare(layer, name, part, {}, whole)
+                layers.declare(layer, name, part, whole, done)
         else:
-            layers.declare(layer, "weight", _whole("weight", layer.weight, {"tensor": 1}), shards)
+            matrix = _whole("weight", layer.weight, {"tensor": 1})
+            layers.declare(layer, "weight", matrix, layer.weight.data, done)
         if bias:
             # In sequence parallel a rank sees the outputs of its own tokens.
             bias_parts = _whole("bias", layer.bias, {}, partial=self.shard.sequence)
-            layers.declare(layer, "bias", bias_parts, shards)
+            layers.declare(layer, "bias", bias_parts, layer.bias.data, done)
 
-    def _convert_parameter(
-        self, entry: Entry, owner: Any, name: str, shards: dict[nn.Parameter, nn.Parameter]
-    ) -> None:
+    def _convert_parameter(self, entry: Entry, owner: Any, name: str, done: dict[Tensor, Parameter]) -> None:
         if not isinstance(owner, ShardedModule):
-            layers.convert(owner, layers.Converted, self.shard)
+            self._become(owner, layers.Converted)
         parameter = owner.get_parameter(name)
         dim = _dim_of(entry, parameter)
         divided = {} if dim is None else {"tensor": dim}
-        layers.declare(owner, name, _whole(name, parameter, divided, partial=dim is None), shards)
+        declaration = _whole(name, parameter, divided, partial=dim is None)
+        layers.declare(owner, name, declaration, parameter.data, done)
 
 
 def _whole(

@@ -157,7 +157,7 @@ def sum_gradient(parameter: nn.Parameter, shard: Shard) -> None:
 def _in_common_format(x: Tensor, *weights: Tensor | None) -> tuple[AbstractContextManager[Any], list[Any]]:
     """Under autocast: the operands in its format, and a context without it."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:  # which autocast leaves as it is
         return nullcontext(), [x, *weights]
     dtype = torch.get_autocast_dtype(kind)
     cast = [None if tensor is None else tensor.to(dtype) for tensor in (x, *weights)]

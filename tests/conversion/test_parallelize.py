@@ -361,7 +361,7 @@ REFUSED = {
     ),
     "style": (
         {"linear": "columns"},
-        r"plan\['linear'\]: found 'columns' .did you mean 'column'...; expected one of",
+        r"plan\['linear'\]: found 'columns' .did you mean 'column'..; expected one of",
     ),
     "experts": (
         {"linear": "moe_tp_experts"},

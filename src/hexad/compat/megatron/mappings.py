@@ -5,16 +5,14 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hexad.comm import all_to_all as exchange
 from hexad.config import HexadError
 from hexad.parallel.tensor import regions
-from hexad.parallel.tensor.loss import token_losses_
+from hexad.parallel.tensor.loss import cross_entropy
 from hexad.topology.mesh import Axis
 
 from . import parallel_state
@@ -128,25 +126,5 @@ def vocab_parallel_cross_entropy(
             f"{tuple(vocab_parallel_logits.shape)}; expected all but the last dim"
         )
     axis = parallel_state.get_mesh().tensor
-    losses: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, axis)
-    return losses
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
-        wanted = ctx.needs_input_grad[0]
-        losses = token_losses_(
-            rows, target.flatten(), rows.shape[1] * axis.size, axis, 1.0 if wanted else None
-        )
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(rows if wanted else None)  # they are the losses' gradient now
-        return losses.view(target.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        scaled = rows * gradient.reshape(-1, 1)
-        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None
+    vocab = vocab_parallel_logits.shape[-1] * axis.size
+    return cross_entropy(vocab_parallel_logits, target, vocab, axis)

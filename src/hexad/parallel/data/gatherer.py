@@ -137,10 +137,12 @@ class ParameterGatherer:
 
     def _provide(self, number: int, parameter: Tensor) -> Tensor:
         """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3, except in
-        the backward pass of a user's module that was called several times: it is left after each call."""
+        the backward pass of a user's module that was called several times, which is left after each call,
+        and of a head whose loss is a user's."""
         bucket = self._buckets[number]
         if not bucket.plan.resident:
-            if not (bucket.members[0].given and torch._C._current_graph_task_id() >= 0):
+            wanted = bucket.members[0].given or bucket.plan.outside_layers
+            if not wanted or torch._C._current_graph_task_id() < 0:
                 return self.absent(parameter)
             self.fetch(number)
         self._arrive(number)
@@ -158,7 +160,8 @@ class ParameterGatherer:
             module.register_forward_pre_hook(enter)
             if releases:
                 module.register_forward_hook(self._leaving(order, unit, needed[unit], layer))
-            if releases and self._views:
+            given = any(self._buckets[number].members[0].given for number in order.absent[unit])
+            if releases and (self._views or given):
                 self._save_places(module, order.absent[unit])
 
     def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:

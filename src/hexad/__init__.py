@@ -9,6 +9,7 @@ Functions::
     launch(config)                    join the world, for a custom loop around an Engine
     parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
     pipeline(module, mesh, ...)       divide it into pipeline stages
+    clip_grad_norm_(module, limit)    clip a divided model's gradients in a plain loop
 
 Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
 arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and
@@ -33,6 +34,7 @@ _PUBLIC = {
     "Layout": "hexad.topology.layout",
     "Mesh": "hexad.topology.mesh",
     "Microbatch": "hexad.dataset.load.microbatch",
+    "clip_grad_norm_": "hexad.conversion.parallelize",
     "evaluate": "hexad.api",
     "generate": "hexad.api",
     "launch": "hexad.launching.launch",
@@ -53,6 +55,7 @@ __all__ = [
     "Mesh",
     "Microbatch",
     "__version__",
+    "clip_grad_norm_",
     "evaluate",
     "generate",
     "launch",
@@ -66,7 +69,7 @@ if TYPE_CHECKING:
     from hexad.api import evaluate, generate, train
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
-    from hexad.conversion.parallelize import parallelize
+    from hexad.conversion.parallelize import clip_grad_norm_, parallelize
     from hexad.conversion.pipeline import pipeline
     from hexad.dataset.load.microbatch import Microbatch
     from hexad.engine.engine import Engine

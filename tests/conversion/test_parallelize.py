@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hexad import Engine, HexadError, Layout, Mesh, parallelize
+from hexad import Engine, HexadError, Layout, Mesh, clip_grad_norm_, parallelize
 from hexad.checkpoint.checkpointer import Checkpointer
 
 from ..layers import CPU
@@ -114,13 +114,14 @@ def batches(steps: int = 3) -> list[Tensor]:
 def plain_loop(
     model: nn.Module, parts: Callable[[Tensor], list[Tensor]] = lambda batch: [batch]
 ) -> list[float]:
-    """Losses of a loop of one's own, each step of one backward pass or several."""
+    """Losses and gradient norms of a loop of one's own, each step of one backward pass or several."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for batch in batches():
         for part in parts(batch):
             loss = loss_of(model, part) / len(parts(batch))
             loss.backward()
             losses.append(float(loss.detach()))
+        losses.append(float(clip_grad_norm_(model, 0.2)))
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -401,3 +402,14 @@ def test_plans_that_do_not_fit_are_refused_before_anything_changes(case: str, po
     for said in pool.run(2, refusal, case):
         assert re.search(REFUSED[case][1], said), said
         assert "\n" not in said
+
+
+def test_an_undivided_model_is_clipped_as_by_torch() -> None:
+    one, other = Model(), Model()
+    for model in (one, other):
+        loss_of(model, batches()[0]).backward()
+    assert clip_grad_norm_(one, 0.1) == pytest.approx(
+        float(nn.utils.clip_grad_norm_(other.parameters(), 0.1)), rel=1e-12
+    )
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(one.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=0)

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hexad.comm import agreed, broadcast
+from hexad.comm import agreed, all_reduce, broadcast
 from hexad.config import HexadError
 from hexad.parallel.inventory import Parameter, Weight
-from hexad.parallel.sharding import Shard, ShardedModule
+from hexad.parallel.sharding import Shard, ShardedModule, declared_parameters
 from hexad.parallel.tensor import regions
 from hexad.topology.mesh import Mesh
 
@@ -68,6 +68,39 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
             tensor.data = values
     work.carry_out()
     return module
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
+    """Clip the gradients of a divided model in a plain loop, as ``torch.nn.utils.clip_grad_norm_`` does for
+    an undivided one; all tensor ranks together. An engine clips by itself.
+
+    Args:
+        module: of :func:`parallelize`; any other module is clipped alone.
+        max_norm: of all gradients, those of all shards included.
+
+    Returns:
+        the norm before, float32 or wider.
+    """
+    mesh = mesh_of(module)
+    squares: list[list[Tensor]] = [[], []]
+    gradients = []
+    for declared in declared_parameters(module):
+        gradient = declared.parameter.grad
+        if gradient is not None:
+            gradients.append(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            divided = bool(declared.declaration.traits(declared.positions).divided)
+            squares[divided].append(torch.linalg.vector_norm(gradient, dtype=wide).square())
+    if not gradients:
+        return torch.zeros(())
+    zero = torch.zeros_like((squares[0] + squares[1])[0])
+    whole, parts = (torch.stack([zero, *values]).sum() for values in squares)
+    norm = (whole + (parts if mesh is None else all_reduce(parts, mesh.tensor))).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return norm
 
 
 def mesh_of(module: nn.Module) -> Mesh | None:

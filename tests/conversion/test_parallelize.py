@@ -187,8 +187,12 @@ def by_engine(
     return losses, norms
 
 
+MORE = ((2, 2, 0), (4, 2, 2), (4, 2, 3), (6, 3, 1))
+
+
 @pytest.mark.parametrize(
-    ("world", "tensor", "zero"), [(2, 2, 0), (4, 2, 1), (4, 2, 2), (4, 2, 3), (3, 3, 3), (6, 3, 1)]
+    ("world", "tensor", "zero"),
+    [(4, 2, 1), (3, 3, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_an_engine_computes_what_one_process_does(
     world: int, tensor: int, zero: int, pool: Pool, tmp_path: Path

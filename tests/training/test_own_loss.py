@@ -114,8 +114,24 @@ def test_the_models_own_loss_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+FIRST = {
+    "tensor": "distilled",
+    "sequence, data, zero 3": "preference",
+    "context": "reward",
+    "pipeline, zero 1": "likelihood",
+    "pipeline, context, tensor": "preference",
+}
+"""Tried every time; all others are slow."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        pytest.param(layout, kind, marks=() if FIRST.get(layout) == kind else pytest.mark.slow)
+        for layout in LAYOUTS
+        for kind in LOSSES
+    ],
+)
 def test_layouts_agree(kind: str, layout: str, pool: Pool) -> None:
     losses, norms = steps(kind, {})
     world, parallel = LAYOUTS[layout]

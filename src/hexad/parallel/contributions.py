@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hexad.topology.mesh import Axis
 
@@ -128,10 +129,17 @@ def accumulator_of(parameter: Tensor) -> Gradients | None:
     return getattr(parameter, "gradient_accumulator", None)
 
 
-def attach(parameter: nn.Parameter, accumulator: Gradients) -> None:
-    """Accumulate the parameter's gradient there; what autograd computes for it goes there too."""
+def attach(parameter: nn.Parameter, accumulator: Gradients) -> RemovableHandle:
+    """Accumulate the parameter's gradient there; what autograd computes for it goes there too, until
+    :func:`detach`."""
     parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(_move)
+    return parameter.register_post_accumulate_grad_hook(_move)
+
+
+def detach(parameter: nn.Parameter, attached: RemovableHandle) -> None:
+    """End what :func:`attach` began."""
+    attached.remove()
+    del parameter.gradient_accumulator  # type: ignore[attr-defined]
 
 
 def _move(parameter: Tensor) -> None:

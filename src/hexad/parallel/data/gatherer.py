@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from hexad.comm import Pending, all_gather_async
 
@@ -51,6 +52,7 @@ class ParameterGatherer:
         self._gathering: dict[int, Pending] = {}
         self._held: Counter[int] = Counter()  # uses of acquire() that have not ended
         self.absent: Provide = not_gathered
+        self._hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
             bucket.provide = partial(self._provide, number)
         if not hooks or all(bucket.plan.resident and bucket.plan.shards == 1 for bucket in buckets):
@@ -142,6 +144,11 @@ class ParameterGatherer:
         self._arrive(number)
         return parameter
 
+    def unhook(self) -> None:
+        """Leave the modules without hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
     def _hook(self, stage: nn.Module) -> None:
         """Make the stage's units fetch, wait for and release their buckets."""
         owner = {member.parameter: n for n, bucket in enumerate(self._buckets) for member in bucket.members}
@@ -151,9 +158,10 @@ class ParameterGatherer:
         for unit, (module, _) in enumerate(units):
             releases, layer = bool(order.absent[unit]), order.layers[unit]
             enter = self._entering(order, unit, needed[unit], releases and layer)
-            module.register_forward_pre_hook(enter)
+            self._hooks.append(module.register_forward_pre_hook(enter))
             if releases:
-                module.register_forward_hook(self._leaving(order, unit, needed[unit], layer))
+                leave = self._leaving(order, unit, needed[unit], layer)
+                self._hooks.append(module.register_forward_hook(leave))
             if releases and self._views:
                 self._save_places(module, order.absent[unit])
 
@@ -215,8 +223,10 @@ class ParameterGatherer:
             if running:
                 running.pop().__exit__(None, None, None)
 
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end, prepend=True, always_call=True)
+        self._hooks += [
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(end, prepend=True, always_call=True),
+        ]
 
 
 def _shares_memory(tensor: Tensor, whole: Tensor) -> bool:

@@ -62,6 +62,9 @@ class TorchOptimizer(Rule):
         all at once: they may have numbers of their own, which a step advances."""
         assert rates is None, "the optimizer's groups hold the learning rate"
         waiting = []
+        for held in self._held:
+            for _, tensor in held:
+                tensor.grad = None  # that show_gradients has set: a step updates what has a gradient
         for bucket, held, gradient in zip(self.buckets, self._held, gradients):
             if factor != 1:
                 gradient.mul_(factor)

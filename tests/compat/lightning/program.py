@@ -78,31 +78,62 @@ def recorder() -> Any:
     return Recorder()
 
 
-def fitted(kind: str, strategy: str, options: dict[str, Any], double: bool = True) -> dict[str, Any]:
-    """Fit a module; losses of this rank, rates, metrics, and the state afterwards."""
+def fitted(
+    kind: str, strategy: str, options: dict[str, Any] | None = None, precision: Any = "64-true", batch: int = 3
+) -> dict[str, Any]:
+    """Fit a module and validate it; losses of this rank, rates, metrics, what the module has recorded, and the
+    state afterwards.
+
+    Args:
+        kind: of the module, and its class if they differ: ``classifier: Manual``.
+        strategy: as of :func:`strategy_of`.
+        options: of the trainer.
+        precision: of the trainer, or a precision plugin.
+        batch: samples of a rank's batch.
+    """
+    from . import hooks
     from .modules import MODULES, loader
 
+    data, _, name = kind.partition(": ")
     with launched():
         torch.manual_seed(5)
-        module = MODULES[kind]()
-        dtype = torch.float64 if double else torch.float32
+        module = getattr(hooks, name)() if name else MODULES[data]()
+        dtype = torch.float64 if precision == "64-true" else torch.float32
         record = recorder()
-        precision = {"precision": "64-true"} if double else {}
-        options = {
-            "max_epochs": 2,
-            **precision,
-            **options,
-            "callbacks": [record, *options.get("callbacks", [])],
-        }
-        trainer = trainer_of(strategy_of(strategy), **options)
-        trainer.fit(module, loader(kind, 30, dtype, True), loader(kind, 9, dtype, False))
-        state = {name: value.clone() for name, value in module.state_dict().items()}
-        tested = trainer.validate(module, loader(kind, 9, dtype, False), verbose=False)[0]
+        how = {"precision": precision} if isinstance(precision, str) else {"plugins": [precision]}
+        given = {"max_epochs": 2, **how, **(options or {})}
+        trainer = trainer_of(strategy_of(strategy), **given | {"callbacks": [record, *given.get("callbacks", [])]})
+        trainer.fit(module, loader(data, 30, dtype, True, batch), loader(data, 9, dtype, False, batch))
+        state = {key: value.clone() for key, value in module.state_dict().items()}
+        tested = trainer.validate(module, loader(data, 9, dtype, False, batch), verbose=False)[0]
         return {
             "losses": record.losses,
             "rates": record.rates,
             "metrics": record.metrics,
+            "recorded": getattr(module, "recorded", []),
             "state": state,
             "validated": tested,
-            "step": trainer.global_step,
+            "steps": trainer.global_step,
+            "gradients": [name for name, p in module.named_parameters() if p.grad is not None],
         }
+
+
+def differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+    """The largest relative difference of losses, rates, metrics, records and states between two results of all
+    ranks; of states absolute."""
+    largest = dict.fromkeys(("losses", "rates", "metrics", "recorded", "validated", "state"), 0.0)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one["steps"] == other["steps"]
+        for key in ("losses", "rates", "recorded"):
+            pairs = zip(one[key], other[key], strict=True)
+            largest[key] = max([largest[key], *(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)])
+        both = [*zip(one["metrics"], other["metrics"], strict=True), (one["validated"], other["validated"])]
+        for place, (mine, reference) in enumerate(both):
+            assert mine.keys() == reference.keys()
+            key = "validated" if place == len(both) - 1 else "metrics"
+            gaps = (abs(mine[name] - value) / max(abs(value), 1e-12) for name, value in reference.items())
+            largest[key] = max([largest[key], *gaps])
+        assert one["state"].keys() == other["state"].keys()
+        gaps = ((one["state"][name] - value).abs().max().item() for name, value in other["state"].items())
+        largest["state"] = max(largest["state"], *gaps)
+    return largest

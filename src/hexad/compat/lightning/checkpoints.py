@@ -109,6 +109,8 @@ def save(
     else:
         chunks, config = training.engine.chunks(), training.engine.config
         progress |= training.engine.progress()
+        if training.released:
+            _take_changes(chunks, module)
     optimizer = "optimizer_states" in checkpoint and training is not None
     if not optimizer:
         progress.pop("optimizer", None)
@@ -119,12 +121,31 @@ def save(
     ]
     kept = {
         "content": base64.b64encode(_pickled(lightning)).decode(),
-        "optimizer": "optimizer_states" in checkpoint,
+        "optimizer": optimizer,
         "groups": [] if training is None else training.groups,
         "names": _names(module),
     }
     where = tags.TagDirectory(path.parent, path.name, name_latest=False)
     tags.save(wanted, config, mesh, where, {**progress, _KEY: kept})
+
+
+@torch.no_grad()
+def _take_changes(chunks: list[Chunk], module: nn.Module) -> None:
+    """Take the weights that a script has changed after a fit; others keep their master values, which may have
+    more digits."""
+    parameters = dict(module.named_parameters())
+    for chunk in chunks:
+        parameter = parameters.get(chunk.name.removeprefix("model."))
+        if parameter is not None and chunk.name.startswith("model."):
+            now = _part(parameter.detach(), chunk)
+            same = now == chunk.tensor.to(now.dtype)
+            chunk.tensor.copy_(torch.where(same, chunk.tensor, now.to(chunk.tensor.dtype)))
+
+
+def _part(values: Tensor, chunk: Chunk) -> Tensor:
+    """The part of a complete tensor that a chunk holds."""
+    begin, sizes = chunk.rectangle.offset, chunk.rectangle.sizes
+    return values.reshape(chunk.rectangle.shape)[tuple(slice(b, b + size) for b, size in zip(begin, sizes))]
 
 
 def _pickled(value: Any) -> bytes:
@@ -254,9 +275,7 @@ def fill_optimizer(state: Mapping[str, Any], training: ModuleTraining, step: int
         part, _, rest = chunk.name.partition(".")
         key, _, name = rest.partition(".")
         if part == "optimizer" and key in states.get(name, {}):
-            values = states[name][key].reshape(chunk.rectangle.shape)
-            begin, sizes = chunk.rectangle.offset, chunk.rectangle.sizes
-            chunk.tensor.copy_(values[tuple(slice(b, b + size) for b, size in zip(begin, sizes))])
+            chunk.tensor.copy_(_part(states[name][key], chunk))
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "fused", "foreach")}
         for group in state["param_groups"]

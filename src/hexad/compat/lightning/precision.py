@@ -74,7 +74,10 @@ class EnginePrecision(Precision):
                 training.show(1 / scaler.get_scale() if scaler is not None else 1.0)
             return result
 
-        return super().optimizer_step(optimizer, model=model, closure=with_gradients, **kwargs)
+        result = super().optimizer_step(optimizer, model=model, closure=with_gradients, **kwargs)
+        if training is not None:
+            training.forget_overflow()
+        return result
 
     def main_params(self, optimizer: Optimizer) -> Iterator[Any]:
         """Tensors whose gradients may be changed elementwise."""
@@ -96,11 +99,9 @@ def adapted(plugin: Precision, fit: Fit) -> EnginePrecision:
     """
     if isinstance(plugin, _OTHERS):
         raise HexadError(
-            f"HexadStrategy: found the plugin {type(plugin).__name__}, which belongs to another strategy "
-            "or other "
-            "kernels; use Trainer(precision=...) with one of 32-true, 64-true, bf16-true, 16-true, "
-            "bf16-mixed, "
-            "16-mixed"
+            f"HexadStrategy: found the plugin {type(plugin).__name__}, which belongs to another strategy or "
+            "other kernels; use Trainer(precision=...) with one of 32-true, 64-true, bf16-true, 16-true, "
+            "bf16-mixed, 16-mixed"
         )
     if isinstance(plugin, EnginePrecision):
         result = plugin

@@ -37,8 +37,8 @@ class HexadStrategy(DDPStrategy):
     Args:
         zero: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         replicas: state is sharded inside groups of ``world / replicas`` ranks, and replicated across.
-        accelerator, parallel_devices, cluster_environment, precision_plugin, process_group_backend, timeout:
-            as of ``DDPStrategy``.
+        accelerator, parallel_devices, cluster_environment, precision_plugin: as of ``DDPStrategy``.
+        process_group_backend, timeout: likewise.
 
     Raises:
         HexadError: ``zero`` or ``replicas`` out of range.
@@ -103,8 +103,7 @@ class HexadStrategy(DDPStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise HexadError(
             f"HexadStrategy: found the plugin {type(io).__name__}, but the strategy writes checkpoints "
-            "itself, all "
-            "ranks together; leave it out"
+            "itself, all ranks together; leave it out"
         )
 
     @property
@@ -134,29 +133,37 @@ class HexadStrategy(DDPStrategy):
         assert module is not None
         if len(self.optimizers) > 1:
             raise HexadError(
-                f"configure_optimizers: found {len(self.optimizers)} optimizers, expected one; use one "
-                "with several "
-                "parameter groups, or Lightning's own strategies"
+                f"configure_optimizers: found {len(self.optimizers)} optimizers, expected one; use one with "
+                "several parameter groups, or Lightning's own strategies"
             )
         self._check_callbacks(trainer)
         self._training, self._failed, self._fresh_buffers = None, False, False
         if not self.optimizers[0].param_groups:  # configure_optimizers has returned None: nothing is updated
+            self._load_found()
             return
         settings = engine_settings(module, self.zero, self.replicas, self.timeout.total_seconds())
         self._training = ModuleTraining(module, self.mesh, settings, self.optimizers[0])
         self.optimizers = [self._training.optimizer]
-        if self._found is not None:
-            checkpoints.fill_training(self._found, self._training, self._strict)
-            self._found = None
+        self._load_found()
+
+    def _load_found(self) -> None:
+        """Load the weights of the checkpoint that was found, and in a fit the optimizer's state."""
+        found, self._found = self._found, None
+        if found is None:
+            return
+        if self._training is not None:
+            checkpoints.fill_training(found, self._training, self._strict)
+        else:
+            assert self.lightning_module is not None
+            checkpoints.fill_module(found, self.lightning_module, self.mesh, self._strict)
 
     def _check_callbacks(self, trainer: Trainer) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
             if isinstance(callback, WeightAveraging):
                 raise HexadError(
-                    f"callbacks: found {type(callback).__name__}, which keeps a second model; leave it "
-                    "out, or use "
-                    "Lightning's DDPStrategy"
+                    f"callbacks: found {type(callback).__name__}, which keeps a second model; leave it out, "
+                    "or use Lightning's DDPStrategy"
                 )
         module = self.lightning_module
         assert module is not None
@@ -227,8 +234,7 @@ class HexadStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's ``state_dict``; with ``zero=3``, during a fit, with the parameters themselves, whose
-        values
-        are sharded: reading them is an error."""
+        values are sharded: reading them is an error."""
         module = self.lightning_module
         assert module is not None
         sharded = self.zero == 3 and self.in_fit is not None
@@ -246,7 +252,7 @@ class HexadStrategy(DDPStrategy):
 
         Raises:
             HexadError: with ``storage_options``, a path that is not local, or weights that a hook has
-            changed.
+                changed.
         """
         if storage_options is not None:
             raise HexadError(
@@ -260,8 +266,7 @@ class HexadStrategy(DDPStrategy):
         if changed:
             raise HexadError(
                 f"on_save_checkpoint: found {changed[0]} changed in checkpoint['state_dict']; a hook may "
-                "leave "
-                "weights out; save others under a key of their own"
+                "leave weights out; save others under a key of their own"
             )
         omitted = set(self._dumped) - set(state)
         self._dumped = {}
@@ -283,14 +288,11 @@ class HexadStrategy(DDPStrategy):
         """Load weights: in a fit those of a directory when there is an engine, with the optimizer's state."""
         module = self.lightning_module
         assert module is not None
+        self._training, self._strict = None, strict
         if self._found is None:
             super().load_model_state_dict(checkpoint, strict=strict)
-        elif module.trainer.state.fn == TrainerFn.FITTING:
-            self._strict = strict
-        else:
-            checkpoints.fill_module(self._found, module, self.mesh, strict)
-            self._found = None
-        self._training = None
+        elif module.trainer.state.fn != TrainerFn.FITTING:
+            self._load_found()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state from a file of Lightning's other strategies."""
@@ -321,8 +323,7 @@ def local_path(path: Any) -> Path:
     if "://" in str(path) and not str(path).startswith("file://"):
         raise HexadError(
             f"checkpoint: found {path}, expected a directory of a file system that all ranks see; save "
-            "there, and copy "
-            "it"
+            "there, and copy it"
         )
     return Path(str(path).removeprefix("file://"))
 

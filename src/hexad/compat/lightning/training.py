@@ -72,8 +72,7 @@ def engine_settings(module: nn.Module, zero: int, replicas: int, timeout: float)
     if len(formats) != 1 or formats[0] not in known:
         raise HexadError(
             f"HexadStrategy: found trained parameters in {', '.join(formats) or 'no format'}, expected one "
-            "of "
-            f"{', '.join(known)}; convert the module, or choose Trainer(precision=...)"
+            f"of {', '.join(known)}; convert the module, or choose Trainer(precision=...)"
         )
     precision: dict[str, Any] = {"dtype": known[formats[0]]}
     if precision["dtype"] == "fp16":
@@ -126,6 +125,7 @@ class ModuleTraining:
         self._accumulation = Accumulation(self.engine)
         self._limit: int | None = 1
         self._accumulation.begin(self._limit)
+        self._overflowed = False  # all gradients have been replaced by NaN
         self._averaged = False  # gradients are divided by the number of ranks
         self._shown: list[tuple[Bucket, Tensor]] = []
         self._keep_own_weights()
@@ -221,10 +221,18 @@ class ModuleTraining:
         if not self._accumulation.pending:
             return
         self._average()
-        if not math.isfinite(self.engine.optimizer.gradient_norm().item()):
-            for bucket in self.engine.trained:
-                bucket.gradient.fill_(math.nan)
+        self._overflowed = not math.isfinite(self.engine.optimizer.gradient_norm().item())
+        for bucket in self.engine.trained if self._overflowed else ():
+            bucket.gradient.fill_(math.nan)
         self._rule.show_gradients()
+
+    def forget_overflow(self) -> None:
+        """Discard the gradients of a step that a loss scaler has left out."""
+        if self._overflowed:
+            for bucket in self.engine.trained:
+                bucket.gradient.zero_()  # no step writes to padding
+            self._overflowed = False
+            self.discard()
 
     def _average(self) -> None:
         self._accumulation.reduce()
@@ -278,8 +286,8 @@ def _check(optimizer: torch.optim.Optimizer, config: Config, mesh: Mesh) -> None
     if config.parallel.zero and mesh.data.size > 1 and not is_elementwise(optimizer):
         raise HexadError(
             f"configure_optimizers: found {name}, which may need complete parameters, with zero "
-            f"{config.parallel.zero}; use zero=0, or if it treats every element by itself, set "
-            "`elementwise = True` in its class"
+            f"{config.parallel.zero}; use zero=0, or if it treats every element by itself, set `elementwise "
+            "= True` in its class"
         )
 
 
@@ -292,10 +300,9 @@ def group_states(state: Mapping[str, Any], groups: list[list[str]]) -> dict[str,
     saved = [group["params"] for group in state["param_groups"]]
     if [len(group) for group in saved] != [len(group) for group in groups]:
         raise HexadError(
-            f"optimizer: found groups of {[len(group) for group in saved]} parameters in the checkpoint, "
-            "but the "
-            f"module's have {[len(group) for group in groups]}; load it into the module that it was saved "
-            "from"
+            f"optimizer: found groups of {[len(group) for group in saved]} parameters in the checkpoint, but "
+            f"the module's have {[len(group) for group in groups]}; load it into the module that it was "
+            "saved from"
         )
     numbers = {number: name for ids, names in zip(saved, groups) for number, name in zip(ids, names)}
     return {numbers[number]: values for number, values in state["state"].items()}

@@ -10,7 +10,8 @@ from .modules import Classifier, LanguageModel
 
 
 class GradientNorms(LanguageModel):
-    """Logs gradient norms, as Lightning's documentation does, and reads gradients after every backward pass."""
+    """Logs gradient norms, as Lightning's documentation does, and reads gradients after every backward
+    pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,9 @@ class Manual(Classifier):
 class Skips(Classifier):
     """Steps after every second batch by its own ``optimizer_step``, and warms up there."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if batch_idx % 2 == 0:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -91,3 +94,95 @@ class Partial(Classifier):
     def configure_optimizers(self) -> Any:
         listed = [p for name, p in self.named_parameters() if p.requires_grad and "unlisted" not in name]
         return torch.optim.RMSprop(listed, lr=1e-3)
+
+
+class TwoOptimizers(Classifier):
+    """Has an optimizer for each part, and optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+
+
+class Lbfgs(Classifier):
+    """Its optimizer evaluates the loss several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class RowWise(torch.optim.SGD):
+    """An optimizer that may look at complete parameters."""
+
+
+class Unknown(Classifier):
+    """Its optimizer is not torch's."""
+
+    def configure_optimizers(self) -> Any:
+        return RowWise(self.parameters(), lr=0.1)
+
+
+class TwoFormats(Classifier):
+    """Has parameters of two formats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.double()
+
+
+class Reads(Classifier):
+    """Reads a weight outside the layer that it belongs to."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        float(self.body[3].weight.sum())
+
+
+class ChangesSaved(Classifier):
+    """Saves other weights than it has."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["head.bias"] = torch.zeros(4)
+
+
+class LeavesOut(Classifier):
+    """Saves only a part of its weights, as adapters do, and something else."""
+
+    strict_loading = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name in [name for name in checkpoint["state_dict"] if not name.startswith("head")]:
+            del checkpoint["state_dict"][name]
+        checkpoint["mine"] = {"tensor": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["mine"]["tensor"].tolist(), sorted(checkpoint["state_dict"])
+
+
+class NoOptimizer(Classifier):
+    """Trains nothing."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+class Configured(LanguageModel):
+    """Makes its layers in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.made = nn.ModuleList(), None
+        del self.norm, self.position
+
+    def configure_model(self) -> None:
+        if self.made is None:
+            self.made = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.made is not None
+        return self.head(self.made(self.embedding(tokens)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([*self.made.parameters(), self.embedding.weight], lr=1e-3)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 @contextmanager
 def launched() -> Iterator[int]:
-    """The environment that torchrun gives a rank of the process group that has been joined; yields the
-    number of ranks."""
+    """The environment that torchrun gives a rank of the process group that has been joined; yields the number
+    of ranks."""
     joined = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
     numbers = {
@@ -79,10 +79,14 @@ def recorder() -> Any:
 
 
 def fitted(
-    kind: str, strategy: str, options: dict[str, Any] | None = None, precision: Any = "64-true", batch: int = 3
+    kind: str,
+    strategy: str,
+    options: dict[str, Any] | None = None,
+    precision: Any = "64-true",
+    batch: int = 3,
 ) -> dict[str, Any]:
-    """Fit a module and validate it; losses of this rank, rates, metrics, what the module has recorded, and the
-    state afterwards.
+    """Fit a module and validate it; losses of this rank, rates, metrics, what the module has recorded, and
+    the state afterwards.
 
     Args:
         kind: of the module, and its class if they differ: ``classifier: Manual``.
@@ -102,7 +106,8 @@ def fitted(
         record = recorder()
         how = {"precision": precision} if isinstance(precision, str) else {"plugins": [precision]}
         given = {"max_epochs": 2, **how, **(options or {})}
-        trainer = trainer_of(strategy_of(strategy), **given | {"callbacks": [record, *given.get("callbacks", [])]})
+        given["callbacks"] = [record, *given.get("callbacks", [])]
+        trainer = trainer_of(strategy_of(strategy), **given)
         trainer.fit(module, loader(data, 30, dtype, True, batch), loader(data, 9, dtype, False, batch))
         state = {key: value.clone() for key, value in module.state_dict().items()}
         tested = trainer.validate(module, loader(data, 9, dtype, False, batch), verbose=False)[0]
@@ -119,8 +124,8 @@ def fitted(
 
 
 def differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
-    """The largest relative difference of losses, rates, metrics, records and states between two results of all
-    ranks; of states absolute."""
+    """The largest relative difference of losses, rates, metrics, records and states between two results of
+    all ranks; of states absolute."""
     largest = dict.fromkeys(("losses", "rates", "metrics", "recorded", "validated", "state"), 0.0)
     for one, other in zip(ours, theirs, strict=True):
         assert one["steps"] == other["steps"]

@@ -22,14 +22,13 @@ def compared(
     precision: Any = "64-true",
     reference: Any = None,
 ) -> dict[str, float]:
-    """The differences of our strategy from DDPStrategy, two ranks; ``reference``: the latter's precision, if it
-    differs."""
+    """The differences of our strategy from DDPStrategy, two ranks; ``reference``: the latter's precision, if
+    it differs."""
     options = options or {}
     key = kind, repr(options), repr(reference or precision)
     if key not in _kept:
         _kept[key] = pool.run(2, fitted, kind, "ddp", options, reference or precision)
     return differences(pool.run(2, fitted, kind, f"zero {zero}", options, precision), _kept[key])
-
 
 
 def assert_equal(found: dict[str, float], state: float = 1e-9) -> None:
@@ -84,7 +83,9 @@ def scaled() -> Any:
     """fp16 in autocast with a loss scale that overflows at first and grows later."""
     from lightning.pytorch.plugins import MixedPrecision
 
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3))
+    return MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

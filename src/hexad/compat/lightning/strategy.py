@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -26,6 +26,13 @@ from ..facade import world
 from . import checkpoints
 from .precision import adapted
 from .training import ModuleTraining, engine_settings
+
+_REFUSED: dict[type[Callback], str] = {
+    BaseFinetuning: "adds parameters to the optimizer during a fit",
+    ModelPruning: "replaces parameters",
+    WeightAveraging: "keeps a second model",
+}
+"""Callbacks that need parameters or optimizers of their own, and why."""
 
 
 class HexadStrategy(DDPStrategy):
@@ -160,10 +167,11 @@ class HexadStrategy(DDPStrategy):
     def _check_callbacks(self, trainer: Trainer) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
-            if isinstance(callback, WeightAveraging):
+            reason = next((why for kind, why in _REFUSED.items() if isinstance(callback, kind)), None)
+            if reason is not None:
                 raise HexadError(
-                    f"callbacks: found {type(callback).__name__}, which keeps a second model; leave it out, "
-                    "or use Lightning's DDPStrategy"
+                    f"callbacks: found {type(callback).__name__}, which {reason}; leave it out, or use "
+                    "Lightning's DDPStrategy"
                 )
         module = self.lightning_module
         assert module is not None

@@ -108,9 +108,9 @@ def fitted(
         given = {"max_epochs": 2, **how, **(options or {})}
         given["callbacks"] = [record, *given.get("callbacks", [])]
         trainer = trainer_of(strategy_of(strategy), **given)
-        trainer.fit(module, loader(data, 30, dtype, True, batch), loader(data, 9, dtype, False, batch))
+        trainer.fit(module, loader(data, 30, dtype, True, batch), loader(data, 12, dtype, False, batch))
         state = {key: value.clone() for key, value in module.state_dict().items()}
-        tested = trainer.validate(module, loader(data, 9, dtype, False, batch), verbose=False)[0]
+        tested = trainer.validate(module, loader(data, 12, dtype, False, batch), verbose=False)[0]
         return {
             "losses": record.losses,
             "rates": record.rates,

@@ -326,18 +326,12 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = No
 def _optimizer_state(manifest: Manifest, groups: list[list[str]], read: Any) -> dict[str, Any]:
     """The state of the optimizer as ``torch.optim`` numbers it."""
     numbers = manifest.progress.get("optimizer", {"groups": [{} for _ in groups], "counts": {}})
-    keys = {name.split(".")[1] for name in manifest.tensors if name.startswith("optimizer.")}
-    counts = {
-        key: torch.full(value.get("shape", []), value["tensor"], dtype=torch.float32)
-        if isinstance(value, Mapping)
-        else value
-        for key, value in numbers["counts"].items()
-    }
+    keys = sorted({name.split(".")[1] for name in manifest.tensors if name.startswith("optimizer.")})
     every = [name for names in groups for name in names]
     state = {
-        number: counts | {key: read(f"optimizer.{key}", name) for key in sorted(keys)}
+        number: _counts(numbers["counts"]) | {key: read(f"optimizer.{key}", name) for key in keys}
         for number, name in enumerate(every)
-        if keys or counts
+        if keys or numbers["counts"]
     }
     places = {name: number for number, name in enumerate(every)}
     saved = zip(numbers["groups"], groups)
@@ -348,6 +342,16 @@ def _optimizer_state(manifest: Manifest, groups: list[list[str]], read: Any) -> 
             for settings, names in saved
             if (ids := [places[name] for name in names]) is not None
         ],
+    }
+
+
+def _counts(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer counts for one parameter, in tensors of its own: a step advances each of them."""
+    return {
+        key: torch.full(value.get("shape", []), value["tensor"], dtype=torch.float32)
+        if isinstance(value, Mapping)
+        else value
+        for key, value in counts.items()
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from hexad.comm import broadcast
@@ -24,6 +26,7 @@ from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
 from . import checkpoints
+from .data import resumable, unrepeated
 from .precision import adapted
 from .training import ModuleTraining, engine_settings
 
@@ -184,6 +187,28 @@ class HexadStrategy(DDPStrategy):
             is_overridden("on_after_backward", one, parent=Callback) for one in callbacks
         )
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader of training that resumes after the samples consumed, one of evaluation that repeats
+        none."""
+        module = self.lightning_module
+        stage = None if module is None else module.trainer.state.stage
+        if module is None or stage is None:
+            return dataloader
+        if stage.evaluating:
+            return unrepeated(dataloader)
+        overfit = module.trainer.overfit_batches  # type: ignore[attr-defined]
+        if stage == RunningStage.TRAINING and not overfit:
+            return resumable(dataloader, self.mesh.data.size, partial(_batches_done, module.trainer))
+        return dataloader
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """As of ``DDPStrategy``, but the mean of integers is exact: Lightning divides logged sums by that of
+        the samples, of which ranks may have different numbers in evaluation."""
+        mean = str(reduce_op).lower() in ("none", "mean", "avg") or reduce_op == ReduceOp.AVG
+        if mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        return super().reduce(tensor, group, reduce_op)
+
     # A step
 
     @contextmanager
@@ -320,6 +345,13 @@ class HexadStrategy(DDPStrategy):
         if self._training is not None:
             self._training.release(gather=not self._failed)
         super().teardown()
+
+
+def _batches_done(trainer: Trainer) -> int:
+    """The batches of the epoch that were consumed; 0 after the last."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done: int = progress.current.ready
+    return 0 if progress.is_last_batch or done >= trainer.num_training_batches else done
 
 
 def local_path(path: Any) -> Path:

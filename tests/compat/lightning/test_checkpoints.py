@@ -77,7 +77,13 @@ def uninterrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return directory, pool.run(2, trained, "zero 3", str(directory), 4)[0]
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "zero 0"), (4, "zero 0"), (4, "zero 2"), (2, "zero 3")])
+LAYOUTS = [(1, "zero 0"), (4, "zero 2")]
+MORE = [(4, "zero 0"), (2, "zero 3"), (3, "zero 1")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.slow) for layout in MORE)]
+)
 def test_resumes_in_any_layout(
     pool: Pool, uninterrupted: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int, strategy: str
 ) -> None:
@@ -148,8 +154,18 @@ def test_other_strategies_load_the_export(
     assert values == pytest.approx([whole["metrics"][1]] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["zero 0", "zero 3"])
-@pytest.mark.parametrize("kind", ["fine-tune", "classifier", "language"])
+FILES = [("fine-tune", "zero 3"), ("classifier", "zero 0")]
+MORE_FILES = [
+    ("fine-tune", "zero 0"),
+    ("classifier", "zero 3"),
+    ("language", "zero 0"),
+    ("language", "zero 3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [*FILES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_FILES)]
+)
 def test_files_of_ddp_are_resumed(pool: Pool, tmp_path: Path, kind: str, strategy: str) -> None:
     """A plain ``.ckpt`` file with weights and optimizer state, as DDPStrategy itself resumes it: there
     Lightning loads weights before it converts the module to float64, and leaves out a step of

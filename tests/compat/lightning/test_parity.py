@@ -73,6 +73,7 @@ def test_hooks_equal_ddp(pool: Pool, kind: str, options: dict[str, Any], zero: i
     assert_equal(compared(pool, kind, zero, options))
 
 
+@pytest.mark.slow
 def test_single_precision_equals_ddp_but_for_rounding(pool: Pool) -> None:
     for kind in ("classifier", "fine-tune", "language"):
         found = compared(pool, kind, 3, {}, "32-true")
@@ -88,7 +89,7 @@ def scaled() -> Any:
     )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_mixed_precision(pool: Pool, precision: str) -> None:
     """With clipping; hooks see gradients without the loss scale, the first steps overflow."""
     for kind in ("language: GradientNorms", "language"):

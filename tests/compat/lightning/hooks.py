@@ -26,7 +26,12 @@ class GradientNorms(LanguageModel):
 
 
 class OwnClipping(LanguageModel):
-    """Clips some gradients by itself, and calls Lightning's clipping for all."""
+    """Clips some gradients by itself, and calls Lightning's clipping for all; its own weight is used without
+    a call of the module."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.forward(batch[0][:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[0][:, 1:].flatten())
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -35,6 +40,19 @@ class OwnClipping(LanguageModel):
         self.embedding.weight.grad[3] = 0.0
         self.position.grad = self.position.grad * 2
         self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+class Overflows(LanguageModel):
+    """The gradient of a part of one weight, which one rank holds, is infinite in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].mlp[0].weight.register_hook(self.poisoned)
+
+    def poisoned(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[0, 0] *= torch.inf if self.trainer.fit_loop.total_batch_idx in (1, 4) else 1.0
+        return gradient
 
 
 class Manual(Classifier):

@@ -119,7 +119,7 @@ def fitted(
             "state": state,
             "validated": tested,
             "steps": trainer.global_step,
-            "gradients": [name for name, p in module.named_parameters() if p.grad is not None],
+            "trains": [name for name, p in module.named_parameters() if p.requires_grad],
         }
 
 
@@ -128,7 +128,7 @@ def differences(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dic
     all ranks; of states absolute."""
     largest = dict.fromkeys(("losses", "rates", "metrics", "recorded", "validated", "state"), 0.0)
     for one, other in zip(ours, theirs, strict=True):
-        assert one["steps"] == other["steps"]
+        assert one["steps"] == other["steps"] and one["trains"] == other["trains"]
         for key in ("losses", "rates", "recorded"):
             pairs = zip(one[key], other[key], strict=True)
             largest[key] = max([largest[key], *(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)])

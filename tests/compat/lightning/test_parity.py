@@ -80,12 +80,12 @@ def test_single_precision_equals_ddp_but_for_rounding(pool: Pool) -> None:
         assert max(found["losses"], found["validated"]) < 2e-5, found
 
 
-def scaled() -> Any:
+def scaled(init_scale: float = 2.0**20) -> Any:
     """fp16 in autocast with a loss scale that overflows at first and grows later."""
     from lightning.pytorch.plugins import MixedPrecision
 
     return MixedPrecision(
-        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
     )
 
 
@@ -106,3 +106,13 @@ def test_mixed_precision(pool: Pool, precision: str) -> None:
             assert max(found["losses"], found["recorded"]) < 2e-3, found
         overflows = kind != "language" and sum(x < 0 for x in theirs[0]["recorded"])
         assert not overflows if precision == "bf16" or kind == "language" else 2 < overflows < 12
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_overflow_of_one_shard(pool: Pool, zero: int) -> None:
+    """No rank updates, and all have the same loss scale, where one rank's shard is not finite."""
+    theirs, ours = (
+        pool.run(2, fitted, "language: Overflows", name, {}, scaled(init_scale=4.0))
+        for name in ("ddp", f"zero {zero}")
+    )
+    assert differences(ours, theirs)["losses"] < 2e-3

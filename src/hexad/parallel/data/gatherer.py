@@ -138,8 +138,9 @@ class ParameterGatherer:
                 self._buckets[number].attach(whole)
 
     def _provide(self, number: int, parameter: Tensor) -> Tensor:
-        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3."""
-        if not self._buckets[number].plan.resident:
+        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3 that
+        :meth:`acquire` does not hold."""
+        if not self._buckets[number].plan.resident and not self._held[number]:
             return self.absent(parameter)
         self._arrive(number)
         return parameter

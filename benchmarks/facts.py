@@ -9,7 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("hexad", "torch", "deepspeed")
+from hexad import __version__
+
+PACKAGES = ("torch", "deepspeed")
 
 
 def facts() -> dict[str, Any]:
@@ -19,7 +21,7 @@ def facts() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", str(script), *sys.argv[1:]]),
         "machine": machine(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": {"python": platform.python_version(), "hexad": __version__} | _versions(),
     }
 
 

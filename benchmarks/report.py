@@ -17,7 +17,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-PAGES = (PAGE, PAGE.parent / "context.md")
+PAGES = (PAGE, PAGE.parent / "context.md", PAGE.parent / "any-model.md")
 PICTURE = PAGE.parent / "images" / "overlap.svg"
 _SPACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIOS = ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
@@ -42,9 +42,29 @@ def section(name: str) -> str:
         "first_rank": cost_of_start,
         "sets": context_balance,
         "rows": deepspeed_interface,
+        "plans": transformers_plans,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
+
+
+def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
+    """How many plans of models work, which, and why others do not."""
+    names: dict[str, list[str]] = {}
+    for row in results["plans"]:
+        names.setdefault(row["outcome"], []).append(row["model"])
+    counts = results["counts"]
+    yield "| outcome | configurations | |"
+    yield "|---|---|---|"
+    yield f"| works | {counts['works']} | {', '.join(dict.fromkeys(names['works']))} |"
+    yield f"| refused: experts, latent attention | {counts['refused']} | with the expert axis |"
+    for name, what in (("not built", "takes no token ids alone, or is part of another model"), ("fails", "")):
+        rows = [row for row in results["plans"] if row["outcome"] == name]
+        reasons = ", ".join(
+            f"{row['model']} ({row['why'].split(':', 1)[-1].strip()})" if name == "fails" else row["model"]
+            for row in rows
+        )
+        yield f"| {name}{': ' if what else ''}{what} | {len(rows)} | {reasons} |"
 
 
 def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:

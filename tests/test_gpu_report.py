@@ -83,6 +83,17 @@ def test_a_step_that_fails_is_reported(
     assert not report.finished("missing")
 
 
+def test_values_that_a_test_compared_are_reported(tmp_path: Path) -> None:
+    text = "import pytest\ndef test_sum(): assert [1.0, 2.5] == pytest.approx([1.0, 2.0])\n"
+    (tmp_path / "test_sums.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-vvv", "-p", "gpu.outcomes", "test_sums.py"]
+    variables = {"HEXAD_OUTCOMES": str(tmp_path / "outcomes"), "PYTHONPATH": str(ROOT / "benchmarks")}
+    subprocess.run(command, cwd=tmp_path, env=os.environ | variables, check=False, capture_output=True)
+    began, ended = map(json.loads, (tmp_path / "outcomes").read_text().splitlines())
+    assert began["test"] == ended["test"] and (began["outcome"], ended["outcome"]) == ("running", "failed")
+    assert "[1.0, 2.5] == approx(" in ended["why"] and "Mismatched elements: 1 / 2" in ended["why"]
+
+
 def test_without_a_gpu_nothing_runs(
     tmp_path: Path, gpu_report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

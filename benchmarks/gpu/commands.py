@@ -1,4 +1,8 @@
-"""What users do: the tests marked ``gpu``, and the commands: training, a kill, resuming, generation."""
+"""What users do: training, a kill, resuming, fp8, generation; and beside them the tests marked ``gpu``.
+
+Nothing here is timed, and most of the time goes into starting processes and compiling: the commands that do
+not need each other and some slices of the tests share the GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +22,79 @@ import yaml
 from .record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-TESTS = 0.5
-"""Of the time: for the tests, at most."""
+SLICES = max(1, min(6, (os.cpu_count() or 1) // 3))
+"""Of the tests, each in a process of its own."""
+ENDING = 3.0
+"""Seconds that are left for the last figures."""
+EVERY, STEPS = 8, 24
+"""Steps between checkpoints, and of the run that nothing interrupts."""
 
 
 def run(record: Record) -> None:
-    """The tests, and then the commands."""
+    """The commands, while the tests run."""
+    # Each process compiles a few small functions: workers for it would take longer to start.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     with tempfile.TemporaryDirectory(prefix="hexad-gpu-") as name:
-        _tests(record, Path(name) / "outcomes")
+        tests = Tests(record, Path(name) / "outcomes")
         with record.attempt("commands"):
-            _commands(record, Path(name))
+            _commands(record, Path(name), tests)
+        tests.finish()
 
 
-def _tests(record: Record, file: Path) -> None:
-    """The outcome of every test, as far as they come."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "gpu.outcomes"]
-    command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"HEXAD_OUTCOMES": str(file)})
-    until = record.left() * (1 - TESTS)
-    while process.poll() is None:
-        time.sleep(0.5)
-        _count(record, file)
-        if record.left() < until:
-            process.kill()
-            record.failed("tests", "the time was up; those that are listed had ended")
-            break
-    process.wait()
-    _count(record, file)
-    if process.returncode > 0:
-        record.failed("tests", f"pytest's exit status is {process.returncode}")
+class Tests:
+    """The tests marked ``gpu``, in processes that have been started.
 
+    Args:
+        record: which their outcomes are written to.
+        file: of the outcomes, one line each.
+    """
 
-def _count(record: Record, file: Path) -> None:
-    if not file.exists():
-        return
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    outcomes = {line["test"]: line for line in lines}.values()
-    record.put("tests", dict(Counter(line["outcome"] for line in outcomes)))
-    record.put("tests_failed", [line for line in outcomes if line["outcome"] == "failed"])
-    record.put(
-        "tests_skipped", dict(Counter(line["why"] for line in outcomes if line["outcome"] == "skipped"))
-    )
+    def __init__(self, record: Record, file: Path) -> None:
+        self._record, self._file = record, file
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "gpu.outcomes", "-vvv"]
+        command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+        self._processes = [
+            subprocess.Popen(
+                [*command, "--slice", f"{number}/{SLICES}"],
+                cwd=ROOT,
+                env=os.environ | {"HEXAD_OUTCOMES": str(file)},
+            )
+            for number in range(SLICES)
+        ]
+
+    def finish(self) -> None:
+        """Wait until the tests have ended, or the time is up."""
+        while any(process.poll() is None for process in self._processes):
+            if self._record.left() < ENDING:
+                for process in self._processes:
+                    process.kill()
+                self._record.failed("tests", "the time was up; those that are listed had ended")
+                break
+            time.sleep(0.5)
+            self.count()
+        statuses = {process.wait() for process in self._processes}
+        self.count()
+        if bad := {status for status in statuses if status > 0}:
+            self._record.failed("tests", f"pytest's exit statuses: {', '.join(map(str, bad))}")
+
+    def count(self) -> None:
+        """The outcomes so far."""
+        if not self._file.exists():
+            return
+        lines = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
+        tests = {line["test"]: line for line in lines}.values()  # the last line of each
+        by_outcome = {
+            outcome: [test for test in tests if test["outcome"] == outcome]
+            for outcome in ("failed", "skipped", "running")
+        }
+        slowest = sorted(tests, key=lambda test: -test["seconds"])[:10]
+        self._record.put("tests", dict(Counter(test["outcome"] for test in tests)))
+        self._record.put("tests_failed", by_outcome["failed"])
+        self._record.put("tests_skipped", dict(Counter(test["why"] for test in by_outcome["skipped"])))
+        self._record.put("tests_running", [test["test"] for test in by_outcome["running"]])
+        self._record.put(
+            "slowest_tests", [{key: test[key] for key in ("test", "seconds")} for test in slowest]
+        )
 
 
 class Run:
@@ -78,13 +113,13 @@ class Run:
         size = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
         large = {"layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4, "ffn_hidden": 1536}
         self._tree: dict[str, Any] = {
-            "run": {"steps": 12, "device": "cpu" if self.pretend else "cuda"},
+            "run": {"deterministic": True, "device": "cpu" if self.pretend else "cuda"},
             "model": size if self.pretend else large,
             "data": {"train": self._data, "sequence": 32 if self.pretend else 512},
             "batch": {"micro": 2, "global": 4},
             "precision": {"dtype": "fp32" if self.pretend else "bf16"},
             "lr_schedule": {"warmup": 2, "kind": "constant"},
-            "checkpoint": {"every": 4, "keep": 10},
+            "checkpoint": {"every": EVERY, "keep": 10},
         }
 
     @property
@@ -98,7 +133,7 @@ class Run:
             RuntimeError: it fails.
         """
         command = [sys.executable, "-m", "hexad.cli.main", *arguments]
-        limit = max(1.0, self._record.left() - 2)
+        limit = max(1.0, self._record.left() - ENDING)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
         if done.returncode:
             said = " / ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
@@ -119,7 +154,7 @@ class Run:
         """
         command = [sys.executable, "-m", "hexad.cli.main", *self._arguments(name, overrides)]
         process = subprocess.Popen(command)
-        end = time.monotonic() + 120
+        end = time.monotonic() + self._record.left() - ENDING
         while len(self.losses(name)) < after and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
         if process.poll() is not None:
@@ -144,32 +179,24 @@ class Run:
         return ["train", str(path), *overrides]
 
 
-def _commands(record: Record, directory: Path) -> None:
+def _commands(record: Record, directory: Path, tests: Tests) -> None:
     """Each is tried, whatever the others have done."""
     run = Run(directory, record)
 
-    def resumed() -> dict[str, Any]:
+    def resumed(alone: Future[list[float]]) -> dict[str, Any]:
         # More steps than it makes, so that the kill finds it at work.
-        many = ("run.deterministic=true", "run.steps=100000")
-        last, saved = run.killed("killed", 6, *many)
-        losses, whole = (
-            run.train(name, "run.deterministic=true", f"run.steps={max(last, saved) + 4}")
-            for name in ("killed", "alone")
-        )
-        if losses != whole:
-            raise RuntimeError(f"losses with a kill {losses}, without {whole}")
+        last, saved = run.killed("killed", EVERY + 2, "run.steps=100000")
+        losses = run.train("killed", f"run.steps={max(last, saved) + 4}")
+        whole = alone.result()
+        common = min(len(losses), len(whole))
+        if common <= saved or losses[:common] != whole[:common]:
+            raise RuntimeError(f"losses with a kill {losses}, without {whole}; checkpoint {saved}")
         return {
             "killed_after_step": last,
             "newest_checkpoint": saved,
             "steps_in_the_end": len(losses),
-            "losses_equal_an_uninterrupted_runs": True,
+            "losses_bit_equal_to_an_uninterrupted_runs": common,
         }
-
-    def twice() -> dict[str, Any]:
-        losses = [run.train(name, "run.deterministic=true", "run.steps=6") for name in ("first", "second")]
-        if losses[0] != losses[1]:
-            raise RuntimeError(f"losses {losses[0]}, again {losses[1]}")
-        return {"losses": losses[0], "bit_equal": True}
 
     def eight_bits() -> dict[str, Any] | None:
         import torch
@@ -177,18 +204,30 @@ def _commands(record: Record, directory: Path) -> None:
         from hexad.topology.cluster import has_fp8
 
         if record.pretend or not has_fp8(torch.device("cuda", 0)):
-            record.absent("fp8", "the device has no fp8 units")
             return None
         return {"losses": run.train("eight", "precision.dtype=fp8", "run.steps=6")}
 
-    def generated() -> dict[str, Any]:
+    def generated(alone: Future[list[float]]) -> dict[str, Any]:
+        alone.result()
         text = run.hexad("generate", str(directory / "alone"), "--prompt", "line 7: the", "--tokens", "24")
         return {"text": text.strip()[:200]}
 
-    for name, action in (("kill_and_resume", resumed), ("deterministic", twice), ("fp8", eight_bits),
-                         ("generation", generated)):  # fmt: skip
-        begin = time.monotonic()
-        with record.attempt(name):
-            figures = action()
-            if figures is not None:
-                record.put(name, figures | {"seconds": time.monotonic() - begin})
+    begin = time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        alone = threads.submit(run.train, "alone", f"run.steps={STEPS}")
+        parts = {
+            "kill_and_resume": threads.submit(resumed, alone),
+            "fp8": threads.submit(eight_bits),
+            "generation": threads.submit(generated, alone),
+        }
+        while parts:
+            ended = [name for name, part in parts.items() if part.done()]
+            for name in ended:
+                with record.attempt(name):
+                    figures = parts.pop(name).result()
+                    if figures is None:
+                        record.absent(name, "the device has no fp8 units")
+                    else:
+                        record.put(name, figures | {"seconds": time.monotonic() - begin})
+            time.sleep(0.1)
+            tests.count()

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hexad.launching.launch import start_on
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -26,10 +28,11 @@ class Bench:
 
     @classmethod
     def of(cls, pretend: bool) -> Bench:
-        """The first GPU; a CPU if that is pretended."""
+        """The first GPU, with the allocator set up as ``hexad train`` does; a CPU if that is pretended."""
+        device = torch.device("cpu") if pretend else torch.device("cuda", 0)
         if not pretend:
-            torch.cuda.set_device(0)
-        return cls(torch.device("cpu") if pretend else torch.device("cuda", 0), pretend)
+            start_on(device)
+        return cls(device, pretend)
 
     def synchronize(self) -> None:
         """Wait until the device has done everything."""

@@ -123,11 +123,11 @@ def _measure(
     with record.attempt(f"{program} of {name}"):
         try:
             for update in _figures(bench, config, make):
+                for table in ("kernels", "host_calls"):
+                    for line in update.pop(table, []):
+                        record.add(table, {"model": name, "program": program, **line})
                 row |= update
-                kernels = row.pop("kernels", [])
                 _replace(record, "steps", row)
-            for kernel in kernels:
-                record.add("kernels", {"model": name, "program": program, **kernel})
         except torch.OutOfMemoryError as error:
             _replace(record, "steps", row | {"why_not": str(error).splitlines()[0]})
             if make is _hexad:  # whose plan said that it fits
@@ -175,7 +175,7 @@ def _figures(
     # The profiler slows the host, not the kernels.
     idle = max(0.0, 1 - profile["busy_ms"] / (1e3 * seconds))
     yield {"idle_share": idle, "launches": profile["launches"]}
-    yield {"kinds_ms": profile["kinds_ms"], "kernels": profile["kernels"]}
+    yield {key: profile[key] for key in ("kinds_ms", "kernels", "host_calls")}
 
 
 def _predicted(record: Record, bench: Bench, name: str, config: Config, micro: int) -> None:

@@ -10,7 +10,8 @@ the update, and a GPU multiplies zeros faster than numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,30 +33,37 @@ from hexad.planning.memory import predict
 from hexad.topology import mesh as meshes
 from hexad.topology.cluster import peak_flops
 from hexad.topology.layout import Level, Tree
+from hexad.training.pace import collected_by_step
 
 from .device import Bench
-from .profile import profiled
+from .profile import host_stacks, profiled
 from .record import Record
 
 MODEL: dict[str, Any] = {"preset": "llama3-70b"}
 TOY: dict[str, Any] = {"layers": 8, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab": 300}
 WARM_UP, STEPS, MICROBATCHES = 2, 4, 16
+PROFILE = 4.0
+"""Seconds that a profile takes."""
+TABLES = ("kernels", "host_calls", "host_lines", "host_functions")
 
 
 def run(record: Record) -> None:
-    """For ZeRO 3, and then for ZeRO 1, which gathers nothing within a step."""
+    """For ZeRO 3, and then for ZeRO 1, which gathers nothing within a step; half of the time for each."""
     bench = Bench.of(record.pretend)
     if bench.pretend:
         record.absent("mfu_of_its_layers", "a CPU has no published peak")
-    for zero in (3, 1):
+    done: list[dict[str, Any]] = []
+    for zero, part in ((3, 0.5), (1, 0.0)):
+        until = record.left() * part
+        row: dict[str, Any] = {"zero": zero}
         with record.attempt(f"zero {zero}"):
-            figures = _figures(bench, zero)
-            kernels = figures.pop("kernels")
-            record.add("ranks", {"zero": zero, **figures})
-            for kernel in kernels:
-                record.add("kernels", {"zero": zero, **kernel})
-        if record.left() < 20:
-            break
+            for update in _figures(bench, zero, lambda until=until: record.left() - until):
+                for table in TABLES:
+                    for line in update.pop(table, []):
+                        record.add(table, {"zero": zero, **line})
+                row |= update
+                record.put("ranks", [*done, row])
+        done.append(row)
 
 
 def _config(bench: Bench, zero: int) -> Config:
@@ -73,45 +81,65 @@ def _config(bench: Bench, zero: int) -> Config:
     )
 
 
-def _figures(bench: Bench, zero: int) -> dict[str, Any]:
-    """Milliseconds of a step, of kernels and gaps; memory, and what was predicted."""
+def _figures(bench: Bench, zero: int, left: Callable[[], float]) -> Iterator[dict[str, Any]]:
+    """Memory as predicted; milliseconds of a step; kernels and gaps; and, while seconds are ``left``, what
+    the host does."""
     config = _config(bench, zero)
     degree, tokens = config.parallel.tensor, config.data.sequence
     layout = Layout.from_settings(config.parallel, degree * 8 * degree)
     rank = next(r for r in range(layout.world) if layout.coordinates(r)["pipeline"] == 4)
     resolved = resolve(config, layout)
+    plan = predict(resolved, rank)
+    yield {
+        "layout": f"tensor {degree}, pipeline 8, data {degree}, rank {rank}",
+        "predicted_gib": plan.total / 2**30,
+        "at": plan.action,
+    }
     ids = torch.randint(300, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
     batch = [Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())] * MICROBATCHES
     if not bench.pretend:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)
-    with _without_peers(layout, rank, config.batch.global_ * tokens):
+    with _without_peers(layout, rank, config.batch.global_ * tokens), collected_by_step() as collect:
         engine = Engine(resolved, Mesh.create(layout, bench.device))
+
+        def step() -> None:
+            if engine.train_step(batch).skipped:
+                raise RuntimeError("the update was left out")
+            collect(1)
+
         for _ in range(WARM_UP):
-            result = engine.train_step(batch)
+            begin = time.perf_counter()
+            step()
             bench.synchronize()
-        if result.skipped:
-            raise RuntimeError(f"the update was left out: gradient norm {result.grad_norm}")
-        seconds = bench.seconds(lambda: engine.train_step(batch), STEPS, 0)
-        memory = bench.memory() or {"allocated_gib": None}
-        profile = profiled(bench, lambda: engine.train_step(batch), 1)
-    layers = sum(len(stage.layers) for stage in engine.stages.values())
-    work = _flops(config.model, layers, tokens) * MICROBATCHES / degree
-    peak = None if bench.pretend else peak_flops(bench.device, torch.bfloat16)
-    plan = predict(resolved, rank)
-    return {
-        "layout": f"tensor {degree}, pipeline 8, data {degree}, rank {rank}",
-        "layers": layers,
-        "step_ms": 1e3 * seconds,
+            yield {"warm_up_ms": 1e3 * (time.perf_counter() - begin)}
+        seconds = bench.seconds(step, STEPS, 0)
+        layers = sum(len(stage.layers) for stage in engine.stages.values())
+        work = _flops(config.model, layers, tokens) * MICROBATCHES / degree
+        peak = None if bench.pretend else peak_flops(bench.device, torch.bfloat16)
+        yield {
+            "layers": layers,
+            "step_ms": 1e3 * seconds,
+            "mfu_of_its_layers": None if peak is None else work / seconds / peak,
+            **(bench.memory() or {"allocated_gib": None}),
+        }
+        stacks = host_stacks(step, 2)
+        yield {
+            "samples": stacks["samples"],
+            "collector_ms": stacks["collector_ms"],
+            "host_lines": stacks["lines"],
+            "host_functions": stacks["functions"],
+        }
+        if left() < PROFILE:
+            return
+        profile = profiled(bench, step, 1)
+    yield {
         "busy_ms": profile["busy_ms"],
         "host_gap_ms": max(0.0, 1e3 * seconds - profile["busy_ms"]),
         "launches": profile["launches"],
-        "mfu_of_its_layers": None if peak is None else work / seconds / peak,
         "kinds_ms": profile["kinds_ms"],
-        "predicted_gib": plan.total / 2**30,
-        "at": plan.action,
-        **memory,
         "kernels": profile["kernels"],
+        "host_calls": profile["host_calls"],
     }
 
 
@@ -173,25 +201,25 @@ class Alone(Forwarding):
             return self._done()
         (given,), (output,) = inputs, outputs
         if kind == "all_gather":
-            rows = given.reshape(1, -1).expand(self.members, -1)
-            return self._done(output.view(self.members, -1), rows)
+            return self._done(output.view(-1), given.view(-1), self.members)
         if kind == "reduce_scatter":
             part = given.view(self.members, -1)[self.place]
             return self._done(None if part.data_ptr() == output.data_ptr() else output.view(-1), part)
         count = min(output.numel(), given.numel())
         return self._done(output.view(-1)[:count], given.view(-1)[:count])
 
-    def _done(self, target: Tensor | None = None, source: Tensor | None = None) -> _Done:
-        """Copy, if there is something to copy, behind what the current stream has been given."""
+    def _done(self, target: Tensor | None = None, source: Tensor | None = None, times: int = 1) -> _Done:
+        """Copy, if there is something to copy, so many times one after the other, behind what the current
+        stream has been given."""
         if target is None or source is None:
             return _Done(None)
         if target.device.type == "cpu":
-            target.data.copy_(source)
+            _copy(target.data, source, times)
             return _Done(None)
         self._stream = self._stream or torch.cuda.Stream(target.device)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            target.data.copy_(source)
+            _copy(target.data, source, times)
             return _Done(self._stream.record_event(), (target, source))
 
     def _numbers(self, tensor: Tensor) -> Tensor:
@@ -205,6 +233,16 @@ class Alone(Forwarding):
         self._noise.clear()
 
     abort = shutdown
+
+
+def _copy(target: Tensor, source: Tensor, times: int) -> None:
+    """In one contiguous pass, as NCCL writes."""
+    if times == 1:
+        target.copy_(source)
+        return
+    own = source.data_ptr() - target.data_ptr()
+    inside = 0 <= own < target.numel() * target.element_size()
+    torch.cat([source.clone() if inside else source.data] * times, out=target)
 
 
 class _Done:

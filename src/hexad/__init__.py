@@ -7,6 +7,8 @@ Functions::
     generate(source, prompts, ...)    continue prompts with a run, a checkpoint or ``hf:DIR``
     evaluate(source, data, ...)       loss, perplexity and bits per byte
     launch(config)                    join the world, for a custom loop around an Engine
+    parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
+    pipeline(module, mesh, ...)       divide it into pipeline stages
 
 Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
 arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and
@@ -18,7 +20,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from hexad.version import __version__
 
 # Resolved on first use, so that `import hexad` and the torch-free commands start in milliseconds.
 _PUBLIC = {
@@ -35,6 +37,8 @@ _PUBLIC = {
     "generate": "hexad.api",
     "launch": "hexad.launching.launch",
     "load_config": "hexad.model.configuration",
+    "parallelize": "hexad.conversion.parallelize",
+    "pipeline": "hexad.conversion.pipeline",
     "train": "hexad.api",
 }
 
@@ -53,6 +57,8 @@ __all__ = [
     "generate",
     "launch",
     "load_config",
+    "parallelize",
+    "pipeline",
     "train",
 ]
 
@@ -60,6 +66,8 @@ if TYPE_CHECKING:
     from hexad.api import evaluate, generate, train
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
+    from hexad.conversion.parallelize import parallelize
+    from hexad.conversion.pipeline import pipeline
     from hexad.dataset.load.microbatch import Microbatch
     from hexad.engine.engine import Engine
     from hexad.launching.launch import launch

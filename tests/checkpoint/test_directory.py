@@ -1,11 +1,14 @@
-"""Names, replacement and retention."""
+"""Names, replacement and retention; where a checkpoint comes from."""
 
+import importlib.metadata
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint, write_manifest
+from hexad import __version__
+from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint, origin_of, write_manifest
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
@@ -26,6 +29,16 @@ def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:
 
 def steps(run: CheckpointDirectory) -> list[int]:
     return [step for step, _ in run.complete()]
+
+
+def test_a_source_tree_that_is_not_installed_saves_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata.Distribution, "discover", classmethod(lambda *_, **__: iter(())))
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("hexad")
+    assert origin_of("test", "2.13")["hexad"] == __version__
+    settings = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "hexad.version.__version__"}
 
 
 def test_the_last_good_checkpoint_is_never_removed(tmp_path: Path) -> None:

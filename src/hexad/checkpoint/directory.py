@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hexad.config.model import ModelSettings
 from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import reporting, sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
+from hexad.version import __version__
 
 from .index import FileRecord, Index
 from .manifest import MANIFEST_FILE, STEP_NAME, Manifest, check_size, manifest_checksum, read_manifest
@@ -168,7 +168,7 @@ def origin_of(
         "layout": dict(layout or {}),
         "reason": reason,
         "saved_at": time.time(),
-        "hexad": version("hexad"),
+        "hexad": __version__,
         "torch": torch,
     }
 

@@ -87,7 +87,11 @@ class State:
         self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
         self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
         for bucket in self.buckets:
-            self.modules.broadcast(member.parameter for member in bucket.members if member.plain)
+            copies = (
+                mesh.gradient_axis(bucket.traits.grid),
+                *self.sharding[bucket.traits.grid].copies(bucket.traits),
+            )
+            self.modules.broadcast((m.parameter for m in bucket.members if m.given), *copies)
             bucket.allocate(kinds, config.memory.offload == "optimizer")
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hexad.comm import identical
 from hexad.config import HexadError, did_you_mean
+from hexad.conversion import parallelize as conversion
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
@@ -131,7 +132,7 @@ class DeepSpeedEngine(EngineCheckpoints):
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
-        mesh = world.mesh_of(self.device)
+        mesh = conversion.mesh_of(self._module) or world.mesh_of(self.device)
         return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
 
     def _cast_buffers(self) -> None:

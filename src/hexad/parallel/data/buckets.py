@@ -182,10 +182,10 @@ class Bucket:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw the initial values of declared parameters, of which a rank draws what it keeps."""
+        """Draw the initial values of weights that are not given, of which a rank draws what it keeps."""
         values, low = self.held
         for rectangle, weight, part in self.weights(values, low):
-            if weight is not None:
+            if not weight.given:
                 fill_initial(part, rectangle, weight, seed)
         self._forget_derived()
         shard = values[self.low - low : self.high - low]
@@ -309,8 +309,8 @@ class Bucket:
         for rectangle, _, view in self.weights(shard, self.low):
             yield rectangle, view
 
-    def weights(self, flat: Tensor, first: int) -> Iterator[tuple[Rectangle, Weight | None, Tensor]]:
-        """(rectangle, weight if it is declared, view) of everything in a tensor that holds the bucket from
+    def weights(self, flat: Tensor, first: int) -> Iterator[tuple[Rectangle, Weight, Tensor]]:
+        """(rectangle, weight, view) of everything in a tensor that holds the bucket from
         element ``first`` on."""
         for offset, declared in zip(self.plan.offsets, self.members):
             width = declared.parameter.shape[1:].numel()
@@ -320,7 +320,7 @@ class Bucket:
                 for position, part in rectangle.flat_range(low - begin, high - begin):
                     at = begin + position - first
                     view = flat[at : at + part.numel].view(part.sizes)
-                    yield part, None if declared.plain else weight, view
+                    yield part, weight, view
 
 
 def _has_values(declared: Declared) -> bool:

@@ -139,9 +139,14 @@ class ParameterGatherer:
 
     def _provide(self, number: int, parameter: Tensor) -> Tensor:
         """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3 that
-        :meth:`acquire` does not hold."""
-        if not self._buckets[number].plan.resident and not self._held[number]:
-            return self.absent(parameter)
+        :meth:`acquire` does not hold, except in the backward pass of a user's module that was called several
+        times, which is left after each call, and of a head whose loss is a user's."""
+        bucket = self._buckets[number]
+        if not bucket.plan.resident and not self._held[number]:
+            wanted = bucket.members[0].given or bucket.plan.outside_layers
+            if not wanted or torch._C._current_graph_task_id() < 0:
+                return self.absent(parameter)
+            self.fetch(number)
         self._arrive(number)
         return parameter
 
@@ -163,7 +168,8 @@ class ParameterGatherer:
             if releases:
                 leave = self._leaving(order, unit, needed[unit], layer)
                 self._hooks.append(module.register_forward_hook(leave))
-            if releases and self._views:
+            given = any(self._buckets[number].members[0].given for number in order.absent[unit])
+            if releases and (self._views or given):
                 self._save_places(module, order.absent[unit])
 
     def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:

@@ -64,9 +64,9 @@ class Gradients:
     ) -> None:
         self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
-        plain = any(declared.plain for bucket in buckets for declared in bucket.members)
+        given = any(declared.given for bucket in buckets for declared in bucket.members)
         beside = not all(self._in_place(bucket) for bucket in buckets if bucket.plan.keeps_gradients)
-        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
+        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=given)
         self._reducing: dict[int, deque[tuple[Pending | None, Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, Tensor]] = []
         self._deferred: Deferred | None = None
@@ -77,7 +77,8 @@ class Gradients:
         for number, bucket in enumerate(buckets):
             for member, declared in enumerate(bucket.members):
                 self._places[declared.parameter] = number, member
-                self._attached[declared.parameter] = attach(declared.parameter, self)
+                hook = attach(declared.parameter, self, direct=not declared.given)
+                self._attached[declared.parameter] = hook
 
     def detach(self) -> None:
         """Leave the parameters' gradients to autograd from now on."""

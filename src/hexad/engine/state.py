@@ -196,6 +196,24 @@ class State:
             for bucket in self.buckets:
                 self.gatherer.release(bucket)
 
+    def release(self, device: torch.device, gather: bool = True) -> None:
+        """Make the modules plain again: parameters with complete values and memory of their own on a device,
+        without hooks. Afterwards :meth:`chunks` and :meth:`progress` can be saved, and nothing else done.
+
+        Args:
+            device: of the parameters and the master values.
+            gather: all ranks do this together. Otherwise nothing is gathered or moved: parameters that are
+                sharded are left without values. After an error the other ranks may be gone.
+        """
+        for bucket in self.buckets:
+            if gather:
+                self.gatherer.acquire(bucket)
+                bucket.give_back(device)
+            else:
+                bucket.unguard()
+        self.gatherer.unhook()
+        self.gradients.detach()
+
     def state_dict(self, exclude_frozen: bool = False, first_only: bool = False) -> dict[str, Tensor]:
         """The modules' ``state_dict``, complete and current, on the host of every rank; all ranks together.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hexad.topology.mesh import Axis
 
@@ -128,14 +129,22 @@ def accumulator_of(parameter: Tensor) -> Gradients | None:
     return getattr(parameter, "gradient_accumulator", None)
 
 
-def attach(parameter: nn.Parameter, accumulator: Gradients, direct: bool) -> None:
-    """Accumulate the parameter's gradient there. ``direct``: each layer that uses it contributes, and so does
-    what autograd computes; otherwise layers hand their gradients to autograd, whose sum is one contribution,
-    however often the layers of a user's module are called."""
+def attach(parameter: nn.Parameter, accumulator: Gradients, direct: bool) -> RemovableHandle:
+    """Accumulate the parameter's gradient there, until :func:`detach`. ``direct``: each layer that uses it
+    contributes, and so does what autograd computes; otherwise layers hand their gradients to autograd, whose
+    sum is one contribution, however often the layers of a user's module are called."""
     if direct:
         parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
     parameter.autograd_accumulator = accumulator  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(_move)
+    return parameter.register_post_accumulate_grad_hook(_move)
+
+
+def detach(parameter: nn.Parameter, hook: RemovableHandle) -> None:
+    """End what :func:`attach` began."""
+    hook.remove()
+    for name in ("gradient_accumulator", "autograd_accumulator"):
+        if hasattr(parameter, name):
+            delattr(parameter, name)
 
 
 def attached(parameter: Tensor) -> bool:

@@ -293,6 +293,16 @@ class Bucket:
             declared.parameter.data = absent(declared.parameter.shape, dtype, device)
         self.guard()
 
+    def give_back(self, device: torch.device) -> None:
+        """Give the parameters, whose values are here, memory of their own on a device, and keep of the bucket
+        only the master values, there too."""
+        assert self.whole is not None
+        for member, declared in enumerate(self.members):
+            declared.parameter.data = self.view(self.whole, member).to(device, copy=True)
+        self.master.data = self.master.data.to(device, copy=True)  # whoever holds it keeps it
+        self.whole = self.gradients = None
+        self.source = self.gradient = self.master
+
     def pieces(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """(rectangle of a global tensor, its view) of everything in a tensor like ``master``: a rank holds at
         most three rectangles of a matrix."""

@@ -23,7 +23,7 @@ from hexad.comm import (
 from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
-from ..contributions import Contribution, Dense, WeightGradient, attach
+from ..contributions import Contribution, Dense, WeightGradient, attach, detach
 from .buckets import Bucket, BufferPool, Shardings
 from .ordering import Rounds
 
@@ -73,10 +73,17 @@ class Gradients:
         self._aside: Deferred = deque()
         self._extended, self._later = False, dict[int, Tensor]()
         self._places: dict[Tensor, tuple[int, int]] = {}
+        self._attached = {}
         for number, bucket in enumerate(buckets):
             for member, declared in enumerate(bucket.members):
                 self._places[declared.parameter] = number, member
-                attach(declared.parameter, self, direct=not declared.given)
+                hook = attach(declared.parameter, self, direct=not declared.given)
+                self._attached[declared.parameter] = hook
+
+    def detach(self) -> None:
+        """Leave the parameters' gradients to autograd from now on."""
+        while self._attached:
+            detach(*self._attached.popitem())
 
     # For layers
 

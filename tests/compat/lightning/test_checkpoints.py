@@ -154,9 +154,10 @@ def test_other_strategies_load_the_export(
     assert values == pytest.approx([whole["metrics"][1]] * 2, rel=1e-5)
 
 
-FILES = [("fine-tune", "zero 3"), ("classifier", "zero 0")]
+FILES = [("fine-tune", "zero 3")]
 MORE_FILES = [
     ("fine-tune", "zero 0"),
+    ("classifier", "zero 0"),
     ("classifier", "zero 3"),
     ("language", "zero 0"),
     ("language", "zero 3"),
@@ -235,7 +236,9 @@ def kept(strategy: str, directory: str, manual: bool) -> Mapping[str, Any]:
         }
 
 
-@pytest.mark.parametrize(("strategy", "manual"), [("zero 3", True), ("zero 0", False)])
+@pytest.mark.parametrize(
+    ("strategy", "manual"), [("zero 3", True), pytest.param("zero 0", False, marks=pytest.mark.slow)]
+)
 def test_top_k_best_and_by_hand(pool: Pool, tmp_path: Path, strategy: str, manual: bool) -> None:
     result = pool.run(2, kept, strategy, str(tmp_path), manual)[0]
     assert len(result["found"]) == 1 and result["found"][0].startswith("step=")

@@ -136,7 +136,7 @@ def test_models_of_transformers(
 def test_a_checkpoint_is_that_of_the_undivided_model(
     folder: str, schedule: str, pool: Pool, tmp_path: Path
 ) -> None:
-    """Saved by tensor 2 x pipeline 2 (x data 2), with a tied head and one that is not; read by one process."""
+    """Saved by tensor 2 x pipeline 2 (x data 2), with a tied head and another one; read by one process."""
     kind = Kind(folder, USUAL[folder])
     degrees, virtual = {"tensor": 2, "pipeline": 2}, 2 if schedule == "interleaved" else 1
     results = pool.run(

@@ -1,6 +1,6 @@
 """One GPU gives the CPU's numbers; skipped without one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -66,9 +66,12 @@ def test_losses_equal_the_cpus(family: str, dtype: str, tolerance: float) -> Non
 
 
 @pytest.fixture
-def eight_bits() -> None:
+def eight_bits() -> Iterator[None]:
     if not has_fp8(torch.device("cuda", 0)):
         pytest.skip("the GPU has no fp8 units")
+    # On a CPU with AMX units oneDNN multiplies 8-bit matrices, without them: 36 s where PyTorch takes 0.2.
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
 
 
 @pytest.mark.usefixtures("eight_bits")
@@ -78,7 +81,8 @@ def test_eight_bit_products(family: str, compiled: str) -> None:
     """The GPU's units against the CPU's emulation, which rounds alike and sums in another order."""
     losses = _losses("cuda", "fp8", family, compiled)
     assert losses == pytest.approx(_losses("cpu", "fp8", family), rel=2e-2)
-    assert losses != _losses("cuda", "bf16", family, compiled)
+    if compiled != "full":  # whose blocks would be compiled once more
+        assert losses != _losses("cuda", "bf16", family, compiled)
 
 
 @pytest.mark.usefixtures("eight_bits")

@@ -1,9 +1,9 @@
 """One rank of a 70B model with tensor 8, pipeline 8, data 8 and ZeRO 3, without its 511 peers.
 
-Every collective ends at once with numbers of this rank: one copy, on the stream that computes, which takes the
-host less than a call of NCCL (the step ``nccl`` measures those). What remains is what the rank itself needs: the
-time of its kernels, the time in which they wait for the host, and memory, beside Hexad's prediction. The rank
-is in the middle of the pipeline.
+Every collective ends at once with numbers of this rank: one copy, on the stream that computes, which takes
+the host less than a call of NCCL (the step ``nccl`` measures those). What remains is what the rank itself
+needs: the time of its kernels, the time in which they wait for the host, and memory, beside Hexad's
+prediction. The rank is in the middle of the pipeline.
 
 PyTorch's backend ``fake`` leaves results as they were: numbers that are not finite would make Hexad leave out
 the update, and a GPU multiplies zeros faster than numbers.

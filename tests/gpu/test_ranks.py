@@ -3,7 +3,9 @@
 With two GPUs over NCCL. With one GPU both ranks share it, over :mod:`tests.staged`.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,7 +40,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[float]:
+COMPILED = ("sequence", "zero 3", "pipeline zb_v")
+"""Layouts that are tried with compiled functions too."""
+CASES = [
+    *((layout, dtype, "none") for dtype in ("fp32", "bf16") for layout in LAYOUTS),
+    *((layout, "bf16", "pointwise") for layout in COMPILED),
+]
+
+
+def losses(parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store: str) -> list[float]:
     """Of a few steps on this rank; the pool's own group is replaced."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
@@ -56,7 +66,7 @@ def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[
         )
     config = load_config(
         {
-            "run": {"compile": "pointwise"},
+            "run": {"compile": compiled},
             "model": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300},
             "data": {"sequence": 64},
             "batch": {"micro": 1, "global": 8},
@@ -95,10 +105,23 @@ def test_groups_are_split_off_a_parent_of_ours() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks(layout: str, dtype: str, pool: Pool, tmp_path: Any) -> None:
+@pytest.fixture(scope="module")
+def of_one_rank(pool: Pool) -> Callable[[str, str], list[float]]:
+    """Losses of one rank."""
+    return cache(lambda *mode: pool.run(1, losses, {}, *mode, 1, "")[0])
+
+
+@pytest.mark.parametrize(("layout", "dtype", "compiled"), CASES)
+def test_two_ranks(
+    layout: str,
+    dtype: str,
+    compiled: str,
+    of_one_rank: Callable[[str, str], list[float]],
+    pool: Pool,
+    tmp_path: Any,
+) -> None:
     gpus = min(2, torch.cuda.device_count())
-    (wanted,) = pool.run(1, losses, {}, dtype, gpus, "")
-    for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, gpus, str(tmp_path / "store")):
+    wanted = of_one_rank(dtype, compiled)
+    store = str(tmp_path / "store")
+    for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, compiled, gpus, store):
         assert of_rank == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)

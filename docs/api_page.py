@@ -40,6 +40,13 @@ CONTENTS: dict[str, tuple[str, ...]] = {
         "training.saves.Saves",
         "engine.evaluation.ValidationSets",
     ),
+    "Losses of one's own": ("engine.losses.Outputs",),
+    "Any model": (
+        "parallelize",
+        "clip_grad_norm_",
+        "pipeline",
+        "conversion.pipeline.PipelinedModel",
+    ),
     "Ranks": ("Layout", "Mesh", "Axis"),
     "Errors": ("HexadError", "ConfigError"),
 }

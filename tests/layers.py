@@ -80,7 +80,7 @@ class Sums:
         self._touched: set[torch.Tensor] = set()
         self._deferred: deque[tuple[torch.Tensor, WeightGradient]] | None = None
         for parameter in totals:
-            attach(parameter, self)
+            attach(parameter, self, direct=True)
 
     @property
     def deferring(self) -> bool:

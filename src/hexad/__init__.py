@@ -7,6 +7,9 @@ Functions::
     generate(source, prompts, ...)    continue prompts with a run, a checkpoint or ``hf:DIR``
     evaluate(source, data, ...)       loss, perplexity and bits per byte
     launch(config)                    join the world, for a custom loop around an Engine
+    parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
+    pipeline(module, mesh, ...)       divide it into pipeline stages
+    clip_grad_norm_(module, limit)    clip a divided model's gradients in a plain loop
 
 Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
 arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and
@@ -31,10 +34,13 @@ _PUBLIC = {
     "Layout": "hexad.topology.layout",
     "Mesh": "hexad.topology.mesh",
     "Microbatch": "hexad.dataset.load.microbatch",
+    "clip_grad_norm_": "hexad.conversion.parallelize",
     "evaluate": "hexad.api",
     "generate": "hexad.api",
     "launch": "hexad.launching.launch",
     "load_config": "hexad.model.configuration",
+    "parallelize": "hexad.conversion.parallelize",
+    "pipeline": "hexad.conversion.pipeline",
     "train": "hexad.api",
 }
 
@@ -49,10 +55,13 @@ __all__ = [
     "Mesh",
     "Microbatch",
     "__version__",
+    "clip_grad_norm_",
     "evaluate",
     "generate",
     "launch",
     "load_config",
+    "parallelize",
+    "pipeline",
     "train",
 ]
 
@@ -60,6 +69,8 @@ if TYPE_CHECKING:
     from hexad.api import evaluate, generate, train
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
+    from hexad.conversion.parallelize import clip_grad_norm_, parallelize
+    from hexad.conversion.pipeline import pipeline
     from hexad.dataset.load.microbatch import Microbatch
     from hexad.engine.engine import Engine
     from hexad.launching.launch import launch

@@ -24,6 +24,7 @@ from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
 from .language import LanguageModel, compute
+from .losses import Loss, OwnLoss
 from .modules import Compute, Ties, checked, compute_of_modules, with_common_dtype
 from .state import Heap, State
 
@@ -57,7 +58,9 @@ class Engine(State):
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
             settings; AdamW with ``config.optimizer`` by default.
-        ties: plain parameters that several stages have alike, see :data:`hexad.engine.modules.Ties`.
+        ties: users' parameters that several stages have alike, see :data:`hexad.engine.modules.Ties`.
+        loss: in place of the configured model's, a function or a module (whose parameters are trained), see
+            :mod:`hexad.engine.losses`.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows, or :meth:`hexad.training.saves.Saves.begin`.
 
@@ -87,6 +90,7 @@ class Engine(State):
         training: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
         ties: Ties | None = None,
+        loss: Loss | nn.Module | None = None,
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise HexadError(f"mesh: found {mesh!r}, expected that of hexad.launch")
@@ -95,8 +99,10 @@ class Engine(State):
         if isinstance(stages, Config):
             stages = resolve(with_common_dtype(stages, mesh), mesh.layout)
         if isinstance(stages, Resolved):
-            self._build(stages)
+            self._build(stages, loss)
         else:
+            if loss is not None:
+                raise HexadError("loss: found one with modules of your own; pass it as compute=")
             self.config = config = checked(config, mesh, boundary is not None)
             self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
@@ -118,7 +124,7 @@ class Engine(State):
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
         self._messages = MessageBuffers(mesh.device)
 
-    def _build(self, resolved: Resolved) -> None:
+    def _build(self, resolved: Resolved, loss: Loss | nn.Module | None) -> None:
         """The language model's stages."""
         self.config, self.plan = resolved.config, resolved.plan
         self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
@@ -136,6 +142,9 @@ class Engine(State):
             for stage in stages.values():
                 for layer in stage.layers.values():
                     layer.compile()
+        for stage in stages.values():
+            if loss is not None and stage.head is not None:
+                stage.loss = OwnLoss(loss, self.mesh)
         if not self.training:
             freeze(*stages.values())
         self.stages = dict(stages)
@@ -266,14 +275,17 @@ class Engine(State):
             self._heap.step_ended()
         return norm, updated, numbers
 
-    def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:
+    def train_step(
+        self, microbatches: Sequence[Microbatch], record: bool = False, divisor: int | None = None
+    ) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update.
 
         Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
         ranks of one data rank pass the same ones, and context ranks too, or what each of them holds of these.
         Microbatch ``i`` of data rank ``r`` of ``D`` holds the sequences from number ``(i * D + r) * rows`` on
         of the global batch, as the loader hands them out: dropout is keyed by that number. With ``record``
-        the pipeline's actions are timed, see :meth:`recorded`.
+        the pipeline's actions are timed, see :meth:`recorded`. ``divisor`` is what the sum of all ranks'
+        losses is divided by, the same on all ranks; by default the number of targets in the global batch.
 
         Raises:
             HexadError: no microbatch, no target token, different numbers of microbatches, others on the ranks
@@ -282,7 +294,7 @@ class Engine(State):
         language = self._language()
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
-        work = language.prepare(microbatches, self.step)
+        work = language.prepare(microbatches, self.step, divisor)
         self.begin(len(work.tasks))
         total = self.accumulate(work.tasks, 1.0 / work.divisor, record)
         if self.after_passes is not None:

@@ -139,6 +139,10 @@ def compute(stage: nn.Module, task: Task, inputs: Tensor | None, scale: float | 
     if stage.head is None:
         return stage(microbatch.tokens, microbatch.spans, inputs=inputs, key=task.key, auxiliary=auxiliary)
     labels = microbatch.labels
+    if stage.loss is not None:
+        hidden = stage(microbatch.tokens, microbatch.spans, inputs=inputs, key=task.key, auxiliary=auxiliary)
+        own: Tensor = stage.loss(stage, hidden, microbatch)
+        return own
     return stage.loss_sum(microbatch.tokens, labels, microbatch.spans, inputs, scale, task.key, auxiliary)
 
 
@@ -223,8 +227,9 @@ class LanguageModel:
                 )
         return None
 
-    def prepare(self, microbatches: Sequence[Microbatch], step: int) -> Work:
-        """The work of one training step, after ``step`` others; all ranks together.
+    def prepare(self, microbatches: Sequence[Microbatch], step: int, divisor: int | None = None) -> Work:
+        """The work of one training step, after ``step`` others; all ranks together. ``divisor`` takes the
+        place of the number of targets.
 
         Raises:
             HexadError: no position of the global batch has a target; else as :meth:`_counted`.
@@ -235,6 +240,7 @@ class LanguageModel:
         targets, pairs, *_ = self._counted(counting, equal=True)
         if targets == 0:
             raise HexadError("no position of the global batch has a target: all labels are -100")
+        targets = targets if divisor is None else divisor
         auxiliary = self._auxiliary(targets, len(placed))
         tasks = [Task(part, self._key(step, index, part), auxiliary) for index, part in enumerate(placed)]
         sequences = sum(part.sequences for part in parts)

@@ -17,7 +17,7 @@ from hashlib import sha256
 from itertools import zip_longest
 from operator import itemgetter, or_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +84,23 @@ Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
 first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
 scalar."""
 
-Ties = Mapping[nn.Parameter, tuple[str, bool]]
-"""Plain parameters that several stages have alike: the name of what they have in common, and whether this is
-not the first of these stages."""
+
+class Tie(NamedTuple):
+    """What a user's parameter has in common with those of other stages.
+
+    Attributes:
+        name: of what they have in common.
+        copy: this is not the first of these stages.
+        weight: of the tensor in checkpoints, where the stages have other names for it.
+    """
+
+    name: str
+    copy: bool
+    weight: str = ""
+
+
+Ties = Mapping[nn.Parameter, Tie]
+"""Users' parameters that several stages have alike."""
 
 Entries = list[tuple[str, str]]
 """Name and description of everything that a stage's plain modules hold."""
@@ -178,10 +192,10 @@ class Modules:
             tensor.data = values
 
     def broadcast_ties(self, ties: Mapping[str, Axis]) -> None:
-        """Give plain parameters that stages have in common the values of the first of these stages."""
+        """Give users' parameters that stages have in common the values of the first of these stages."""
         for name in sorted(ties):  # in one order on all ranks, whatever that of their stages is
             held = (
-                declared for _, declared in self.held if declared.plain and declared.declaration.tied == name
+                declared for _, declared in self.held if declared.given and declared.declaration.tied == name
             )
             self.broadcast((declared.parameter for declared in held), ties[name])
 
@@ -306,8 +320,10 @@ def _tied(declared: Declared, ties: Ties) -> Declared:
     """Give a parameter that other stages have too the unit, and so the bucket, that these stages share."""
     if declared.parameter not in ties:
         return declared
-    name, copy = ties[declared.parameter]
-    weights = tuple(replace(weight, unit=name) for weight in declared.declaration.weights)
+    name, copy, tensor = ties[declared.parameter]
+    weights = tuple(
+        replace(weight, unit=name, name=tensor or weight.name) for weight in declared.declaration.weights
+    )
     return replace(declared, declaration=replace(declared.declaration, weights=weights, tied=name, copy=copy))
 
 
@@ -335,13 +351,14 @@ def _grouped(
 def _entries(
     stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
 ) -> dict[int, Entries]:
-    """The entries of every stage: its plain parameters and untrained values."""
+    """The entries of every stage: its plain parameters and those untrained values that checkpoints hold."""
     entries: dict[int, Entries] = {number: [] for number in stages}
     for number, declared in held:
         if declared.plain and not declared.declaration.copy:
             entries[number].append((declared.declaration.name, _description(declared.parameter)))
     for value in untrained:
-        entries[value.stage].append((value.name, _description(value.tensor)))
+        if value.persistent:
+            entries[value.stage].append((value.name, _description(value.tensor)))
     return entries
 
 

@@ -87,7 +87,11 @@ class State:
         self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
         self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
         for bucket in self.buckets:
-            self.modules.broadcast(member.parameter for member in bucket.members if member.plain)
+            copies = (
+                mesh.gradient_axis(bucket.traits.grid),
+                *self.sharding[bucket.traits.grid].copies(bucket.traits),
+            )
+            self.modules.broadcast((m.parameter for m in bucket.members if m.given), *copies)
             bucket.allocate(kinds, config.memory.offload == "optimizer")
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)
@@ -191,6 +195,24 @@ class State:
         finally:
             for bucket in self.buckets:
                 self.gatherer.release(bucket)
+
+    def release(self, device: torch.device, gather: bool = True) -> None:
+        """Make the modules plain again: parameters with complete values and memory of their own on a device,
+        without hooks. Afterwards :meth:`chunks` and :meth:`progress` can be saved, and nothing else done.
+
+        Args:
+            device: of the parameters and the master values.
+            gather: all ranks do this together. Otherwise nothing is gathered or moved: parameters that are
+                sharded are left without values. After an error the other ranks may be gone.
+        """
+        for bucket in self.buckets:
+            if gather:
+                self.gatherer.acquire(bucket)
+                bucket.give_back(device)
+            else:
+                bucket.unguard()
+        self.gatherer.unhook()
+        self.gradients.detach()
 
     def state_dict(self, exclude_frozen: bool = False, first_only: bool = False) -> dict[str, Tensor]:
         """The modules' ``state_dict``, complete and current, on the host of every rank; all ranks together.

@@ -142,6 +142,7 @@ class Transformer(nn.Module):
             self.positions = Positions(stage.positions, shard)
         if stage.rotary:
             self.rotary = Rotary(model, shard.device)
+        self.loss: nn.Module | None = None  # a user's
         self.layers = nn.ModuleDict()
         for position, number in enumerate(stage.layers):
             # Names keep the layer's global number, on whatever stage it is.

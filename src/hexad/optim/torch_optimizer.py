@@ -62,16 +62,24 @@ class TorchOptimizer(Rule):
         all at once: they may have numbers of their own, which a step advances."""
         assert rates is None, "the optimizer's groups hold the learning rate"
         waiting = []
+        for held in self._held:
+            for _, tensor in held:
+                tensor.grad = None  # that show_gradients has set: a step updates what has a gradient
         for bucket, held, gradient in zip(self.buckets, self._held, gradients):
             if factor != 1:
                 gradient.mul_(factor)
-            for member, tensor in held:
-                tensor.grad = gradient if member is None else bucket.view(gradient, member).view(tensor.shape)
+            _give_gradients(bucket, held, gradient)
             waiting.append((bucket, held))
             if self._by_bucket:
                 self._step(waiting, publish)
         if waiting:
             self._step(waiting, publish)
+
+    def show_gradients(self) -> None:
+        """Set ``grad`` of the tensors in the optimizer's groups to this rank's shard of the gradients, as
+        :meth:`update` does, for what changes gradients elementwise before it."""
+        for bucket, held in zip(self.buckets, self._held):
+            _give_gradients(bucket, held, bucket.gradient)
 
     @property
     def _by_bucket(self) -> bool:
@@ -194,6 +202,11 @@ def _given(bucket: Bucket, flat: bool) -> Held:
     views = [bucket.view(bucket.master, member) for member in range(len(bucket.members))]
     # State of a single number would be taken for a count of steps.
     return [(member, view if view.dim() else view.view(1)) for member, view in enumerate(views)]
+
+
+def _give_gradients(bucket: Bucket, held: Held, gradient: Tensor) -> None:
+    for member, tensor in held:
+        tensor.grad = gradient if member is None else bucket.view(gradient, member).view(tensor.shape)
 
 
 def _alike(value: Any, tensor: Tensor) -> bool:

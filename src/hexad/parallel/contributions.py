@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hexad.topology.mesh import Axis
 
@@ -124,21 +125,38 @@ Contribution = Dense | WeightGradient | Rows
 
 
 def accumulator_of(parameter: Tensor) -> Gradients | None:
-    """Where the parameter's gradient is accumulated; None under plain autograd."""
+    """Where layers contribute to the parameter's gradient; None where they hand it to autograd."""
     return getattr(parameter, "gradient_accumulator", None)
 
 
-def attach(parameter: nn.Parameter, accumulator: Gradients) -> None:
-    """Accumulate the parameter's gradient there; what autograd computes for it goes there too."""
-    parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(_move)
+def attach(parameter: nn.Parameter, accumulator: Gradients, direct: bool) -> RemovableHandle:
+    """Accumulate the parameter's gradient there, until :func:`detach`. ``direct``: each layer that uses it
+    contributes, and so does what autograd computes; otherwise layers hand their gradients to autograd, whose
+    sum is one contribution, however often the layers of a user's module are called."""
+    if direct:
+        parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
+    parameter.autograd_accumulator = accumulator  # type: ignore[attr-defined]
+    return parameter.register_post_accumulate_grad_hook(_move)
+
+
+def detach(parameter: nn.Parameter, hook: RemovableHandle) -> None:
+    """End what :func:`attach` began."""
+    hook.remove()
+    for name in ("gradient_accumulator", "autograd_accumulator"):
+        if hasattr(parameter, name):
+            delattr(parameter, name)
+
+
+def attached(parameter: Tensor) -> bool:
+    """Whether an engine accumulates the parameter's gradient."""
+    return hasattr(parameter, "autograd_accumulator")
 
 
 def _move(parameter: Tensor) -> None:
     # A function that held the accumulator itself would close a reference cycle through the hook, which is
     # never collected: buffers and process groups would outlive their engine.
-    accumulator = accumulator_of(parameter)
-    if accumulator is not None and parameter.grad is not None:  # None where a layer has contributed by itself
+    accumulator: Gradients = parameter.autograd_accumulator  # type: ignore[attr-defined]
+    if parameter.grad is not None:  # None where a layer has contributed by itself
         accumulator.contribute(parameter, Dense(parameter.grad))
         parameter.grad = None
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from operator import add
 from typing import Literal, NamedTuple
 
 from .rectangle import Rectangle
@@ -70,6 +71,9 @@ class Weight:
         frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
         adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
         group: of the optimizer's settings, where the optimizer has several.
+        given: its initial values are those that its module came with; otherwise an engine draws them.
+        within: where the weight begins in the global tensor, in every dim, and that tensor's shape, if it is
+            a part of one: the parts are divided one by one.
     """
 
     name: str
@@ -87,6 +91,8 @@ class Weight:
     frozen: bool = False
     adapter: bool = False
     group: int = 0
+    given: bool = False
+    within: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
         """The shape of a rank's shard, padding included.
@@ -103,7 +109,8 @@ class Weight:
             index, size = self._along(dim, positions)
             offset.append(min(index * size, extent))
             sizes.append(min((index + 1) * size, extent) - offset[-1])
-        return Rectangle(self.name, self.shape, tuple(offset), tuple(sizes))
+        first, whole = self.within or ((0,) * len(self.shape), self.shape)
+        return Rectangle(self.name, whole, tuple(map(add, first, offset)), tuple(sizes))
 
     def _along(self, dim: int, positions: Positions) -> tuple[int, int]:
         """(index of the rank's shard, size of every shard) along a dim."""

@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,10 @@ class Shard:
         """This rank's place along every axis."""
         parts = {part.name: part for axis in self.axes.values() for part in axis.parts}
         return {name: Position(axis.rank, axis.size) for name, axis in {**self.axes, **parts}.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: copies of a module are on the same ranks."""
+        return self
 
     def parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
         """An uninitialised parameter."""
@@ -201,7 +205,7 @@ class Declared:
         declaration: what it holds.
         positions: this rank's place along the axes that divide it.
         uses: how many modules use it, and each contribute to its gradient.
-        plain: no module has declared it, and its values are those the module came with.
+        plain: no module has declared it.
     """
 
     parameter: nn.Parameter
@@ -215,6 +219,11 @@ class Declared:
         """(first row in the tensor, rectangle, weight) of everything it holds."""
         return self.declaration.pieces(self.positions)
 
+    @property
+    def given(self) -> bool:
+        """Whether its values are those that a user's module came with; autograd adds up its gradient."""
+        return self.declaration.weights[0].given
+
 
 def declared_parameters(*stages: nn.Module) -> list[Declared]:
     """Every parameter of the stages once, in order of registration.
@@ -223,20 +232,22 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
     complete gradient.
     """
     declared: dict[nn.Parameter, Declared] = {}
-    last: dict[nn.Parameter, nn.Module] = {}  # the stage where a plain one was found
+    last: dict[nn.Parameter, nn.Module] = {}  # the stage where it was found
     for stage, (path, module) in ((root, named) for root in stages for named in root.named_modules()):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in declared:
-                # Of a plain one autograd adds up what it computes for all uses in a stage.
-                if not declared[parameter].plain or last[parameter] is not stage:
+                # Of a given one autograd adds up what it computes for all uses in a stage.
+                if not declared[parameter].given or last[parameter] is not stage:
                     declared[parameter] = replace(declared[parameter], uses=declared[parameter].uses + 1)
-                last[parameter] = stage
             elif isinstance(module, ShardedModule) and name in module.declarations:
                 declaration = _placed(module.declarations[name], path)
+                if declaration.weights[0].given:
+                    declaration = _frozen(declaration, not parameter.requires_grad)
                 declared[parameter] = Declared(parameter, declaration, module.shard.positions)
             else:
                 declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
-                declared[parameter], last[parameter] = Declared(parameter, declaration, {}, plain=True), stage
+                declared[parameter] = Declared(parameter, declaration, {}, plain=True)
+            last[parameter] = stage
     return list(declared.values())
 
 
@@ -245,7 +256,8 @@ def _placed(declaration: Parameter, path: str) -> Parameter:
     not know that when it was made."""
     if "." in declaration.name or not path:
         return declaration
-    weights = (replace(weight, name=f"{path}.{weight.name}", unit=path) for weight in declaration.weights)
+    unit = _unit(path)
+    weights = (replace(weight, name=f"{path}.{weight.name}", unit=unit) for weight in declaration.weights)
     return replace(declaration, name=f"{path}.{declaration.name}", weights=tuple(weights))
 
 
@@ -254,9 +266,13 @@ def freeze(*modules: nn.Module) -> None:
     for module in chain.from_iterable(module.modules() for module in modules):
         if isinstance(module, ShardedModule):
             for name, declaration in module.declarations.items():
-                weights = tuple(replace(weight, frozen=True) for weight in declaration.weights)
-                module.declarations[name] = replace(declaration, weights=weights)
+                module.declarations[name] = _frozen(declaration)
         module.requires_grad_(False)
+
+
+def _frozen(declaration: Parameter, frozen: bool = True) -> Parameter:
+    weights = tuple(replace(weight, frozen=frozen) for weight in declaration.weights)
+    return replace(declaration, weights=weights)
 
 
 def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declared]]:
@@ -266,13 +282,17 @@ def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declare
 
 
 def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
-    """The declaration of a plain module's parameter: vectors get no weight decay, and the elements of a list
-    of modules are gathered one by one."""
-    path = name.split(".")[:-1]
-    number = next((index for index, part in enumerate(path) if part.isdigit()), len(path))
-    shape = tuple(parameter.shape) or (1,)
-    unit = ".".join(path[: number + 1])
-    return Parameter(name, (Weight(name, shape, decay=parameter.dim() > 1, unit=unit),))
+    """The declaration of a plain module's parameter: vectors get no weight decay."""
+    shape, unit = tuple(parameter.shape) or (1,), _unit(name.rpartition(".")[0])
+    return Parameter(name, (Weight(name, shape, decay=parameter.dim() > 1, unit=unit, given=True),))
+
+
+def _unit(path: str) -> str:
+    """With what the weights of the module at ``path`` are gathered: the elements of a list of modules one by
+    one."""
+    parts = path.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
 
 
 @torch.no_grad()

@@ -229,6 +229,10 @@ class Mesh:
         rank, device = members.index(self.rank), self.device
         return Axis(axis.name, members, rank, group, device, axis.sent, axis.calls, axis.trace)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Itself: copies of what refers to it are on the same ranks."""
+        return self
+
     @classmethod
     def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0, trace: Any = None) -> Mesh:
         """Build the groups in use, and only those.

@@ -141,7 +141,7 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
         ),
         ("mpu", r"mpu.get_model_parallel_world_size\(\): found 2, but a user-defined module is not divided"),
         ("mesh_param", r"mesh_param\[1\]: found 2, but a user-defined module is not divided; use 1"),
-        ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
+        ("parallel", "tensor_parallel.autotp_size: found 2 in a world of 1 ranks"),
     ],
 )
 def test_mistakes_are_named(kind: str, message: str) -> None:

@@ -217,6 +217,13 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     return keys, tree
 
 
+def tensor_degree(source: str | Path | Mapping[str, Any]) -> int:
+    """``tensor_parallel.autotp_size``, before the other keys are checked; 1 where it is malformed."""
+    group = read_json(source).get("tensor_parallel")
+    degree = group.get("autotp_size") if isinstance(group, Mapping) else None
+    return degree if isinstance(degree, int) and degree > 0 else 1
+
+
 def batch_sizes(keys: Keys, ranks: int) -> Batch:
     """Batch sizes of which two infer the third; with one of the sizes alone, accumulation is 1."""
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hexad.comm import identical
 from hexad.config import HexadError, did_you_mean
+from hexad.conversion import parallelize as conversion
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
@@ -34,6 +35,7 @@ log = logging.getLogger("hexad")
 
 _OF_MODULES = frozenset(dir(nn.Module))
 """Names that are no hint for a misspelt one."""
+_CHANGES = "with deepspeed.utils.safe_set_full_grad"
 CLIP_EPSILON = 1e-6
 """DeepSpeed adds it to the norm that it divides by."""
 
@@ -130,7 +132,7 @@ class DeepSpeedEngine(EngineCheckpoints):
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
-        mesh = world.mesh_of(self.device)
+        mesh = conversion.mesh_of(self._module) or world.mesh_of(self.device)
         return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
 
     def _cast_buffers(self) -> None:
@@ -307,7 +309,7 @@ class DeepSpeedEngine(EngineCheckpoints):
             raise HexadError("step: found inside no_sync; call it outside")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
-            self._accumulation.take_assigned()
+            self._accumulation.take_assigned(_CHANGES)
             if not self._accumulation.pending and not self._accumulation.discarded:
                 raise HexadError("step: found no backward pass since the last update; call backward before")
             self._update(lr_kwargs or {})
@@ -316,7 +318,7 @@ class DeepSpeedEngine(EngineCheckpoints):
     def _update_alone(self) -> None:
         """The optimizer's own ``step``: an update without the schedule and the counters of :meth:`step`; with
         stage 0 in float32 without clipping too."""
-        self._accumulation.take_assigned()
+        self._accumulation.take_assigned(_CHANGES)
         if not self._accumulation.pending:
             raise HexadError("optimizer.step: found no backward pass since the last update; call it before")
         basic = self.zero_optimization_stage() == 0 and self._config.dtype == "fp32"
@@ -328,17 +330,13 @@ class DeepSpeedEngine(EngineCheckpoints):
 
     def _update_weights(self) -> int:
         """Reduce, clip and update; returns the number of backward passes."""
-        passes = self._accumulation.finish()
-        self._engine.reduce()
         mean = self._config.keys.gradient_allreduce_op == "mean"
-        before = self._engine.updates
-        self._norm = self._engine.update(None, divisor=self.dp_world_size if mean else 1)
+        update = self._accumulation.update(self._limit(), self.dp_world_size if mean else 1)
         self._engine.gatherer.settle()  # scripts read parameters after a step
-        self._begin()
-        self._applied = self._engine.updates > before
+        self._norm, self._applied = update.norm, update.applied
         assert self.optimizer is not None
         self.optimizer.overflow, self.optimizer._global_grad_norm = not self._applied, self._norm
-        return passes
+        return update.passes
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         passes = self._update_weights()

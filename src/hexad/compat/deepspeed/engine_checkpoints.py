@@ -53,7 +53,13 @@ class EngineCheckpoints(nn.Module, ABC):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         tag = tags.common(tag, world, self._config.keys.checkpoint.tag_validation)
         progress = agreed(lambda: self._progress(client_state or {}), world)
-        tags.save(self._engine, save_dir, tag, progress, save_latest, exclude_frozen_parameters)
+        chunks = self._engine.chunks()
+        if exclude_frozen_parameters:
+            untrained = self._engine.modules.untrained
+            frozen = {f"model.{value.name}" for value in untrained if isinstance(value.tensor, nn.Parameter)}
+            chunks = [chunk for chunk in chunks if chunk.name not in frozen]
+        where = tags.TagDirectory(save_dir, tag, save_latest)
+        tags.save(chunks, self._engine.config, self._engine.mesh, where, progress)
         return True
 
     def _progress(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +113,7 @@ class EngineCheckpoints(nn.Module, ABC):
         if path is None:
             return None, None
         optimizer = load_optimizer_states and not load_module_only
-        progress = tags.load(self._engine, path, optimizer, load_module_strict)
+        progress = tags.load(self._engine, path, optimizer, load_module_strict, "load_module_strict=False")
         kept = progress.get("deepspeed", {})
         if not load_module_only:
             self._restore_counts(progress, kept)

@@ -12,11 +12,12 @@ from torch import nn
 
 from hexad.comm import agreed, identical
 from hexad.config import ConfigError, HexadError
+from hexad.conversion import parallelize as conversion
 from hexad.model.transformer import Transformer
 from hexad.topology.mesh import Mesh
 
 from ..facade import world
-from .config import CheckedConfig, effective, read_config
+from .config import CheckedConfig, effective, read_config, tensor_degree
 from .engine import DeepSpeedEngine
 from .keys import Keys
 from .pipe import PipelineModule
@@ -63,7 +64,7 @@ def initialize(
         lr_scheduler: of the learning rate, or a function of the optimizer that returns one; by default the
             one that the configuration names.
         distributed_port: accepted; the launcher's ``MASTER_PORT`` is used.
-        mpu: tensor and pipeline ranks; not for user-defined modules.
+        mpu: tensor and pipeline ranks; those of user-defined modules are of :func:`hexad.parallelize`.
         dist_init_required: accepted; the process group is initialised unless it exists.
         collate_fn: of the loader.
         config, config_params: a path or the keys themselves.
@@ -84,6 +85,7 @@ def initialize(
     _log_to_terminal()
     source = _source(args, config, config_params)
     device = world.join()
+    _divide(model, source, device)
     kind, mesh = _kind(model, device)
     data_ranks = mesh.data.size
     checked = agreed(lambda: read_config(source, data_ranks, strict), mesh.world)
@@ -93,7 +95,7 @@ def initialize(
         raise ConfigError(
             "data_parallel_size", f"found {keys.data_parallel_size} in a world of {data_ranks} data ranks"
         )
-    _check_degrees(keys, mesh.tensor.size if isinstance(model, Transformer) else None, mpu, mesh_param)
+    _check_degrees(keys, model, mesh, mpu, mesh_param)
     engine = kind(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
@@ -136,12 +138,28 @@ def _kind(model: nn.Module, device: torch.device) -> tuple[type[DeepSpeedEngine]
 
         if isinstance(model, GPTModel):
             return MegatronEngine, get_mesh()
-    return DeepSpeedEngine, world.mesh_of(device)
+    return DeepSpeedEngine, conversion.mesh_of(model) or world.mesh_of(device)
 
 
-def _check_degrees(keys: Keys, tensor: int | None, mpu: Any, mesh_param: Any) -> None:
-    """Refuse degrees other than the model's; ``tensor`` is that of a ``GPTModel``; its ``mpu`` fits."""
-    what = "a user-defined module is not divided" if tensor is None else "the GPTModel is not divided so"
+def _divide(model: nn.Module, source: Any, device: torch.device) -> None:
+    """Divide a module over tensor ranks, where ``tensor_parallel.autotp_size`` asks for it; all together."""
+    if isinstance(model, PipelineModule | Transformer) or conversion.mesh_of(model) is not None:
+        return
+    everyone = world.mesh_of(device).world
+    degree = agreed(lambda: tensor_degree(source), everyone)
+    if degree > 1:
+        if everyone.size % degree:
+            raise ConfigError(
+                "tensor_parallel.autotp_size",
+                f"found {degree} in a world of {everyone.size} ranks, which it does not divide",
+            )
+        conversion.parallelize(model, world.mesh_of(device, tensor=degree))
+
+
+def _check_degrees(keys: Keys, model: nn.Module, mesh: Mesh, mpu: Any, mesh_param: Any) -> None:
+    """Refuse degrees other than the model's; a ``GPTModel``'s ``mpu`` fits."""
+    tensor = mesh.tensor.size if isinstance(model, Transformer) or mesh.tensor.size > 1 else None
+    what = "a user-defined module is not divided" if tensor is None else "the model is not divided so"
     degrees = [
         ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size, tensor or 1),
         ("sequence_parallel_size", keys.sequence_parallel_size, 1),

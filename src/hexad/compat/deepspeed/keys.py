@@ -264,7 +264,7 @@ class Pipeline(Section):
 class TensorParallel(Section):
     """``tensor_parallel``."""
 
-    autotp_size: Annotated[At0, Is("`parallel.tensor`; refused for user-defined modules")] = 0
+    autotp_size: Annotated[At0, Is("`parallel.tensor`; modules that carry a plan are divided by it")] = 0
     tensor_parallel: Annotated[Tree | None, KERNELS] = None
     tp_overlap_comm: Annotated[bool, ALWAYS] = False
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
-from hexad.engine.modules import Ties
+from hexad.engine.modules import Tie, Ties
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.planning import PipelinePlan
 from hexad.topology.layout import Layout
@@ -287,7 +287,7 @@ class PipelineModule(nn.Module):
         """Parameters of this rank that stages of other ranks share."""
         holders = self._holders()
         return {
-            parameter: (f"tied_modules.{key}", ranks[0] != self.stage_id)
+            parameter: Tie(f"tied_modules.{key}", ranks[0] != self.stage_id)
             for stage in self.own_stages.values()
             for key, module in stage.tied_modules.items()
             if len(set(ranks := holders[key])) > 1

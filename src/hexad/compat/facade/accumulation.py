@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,20 @@ from hexad.parallel.contributions import Dense
 
 if TYPE_CHECKING:
     from hexad.engine.engine import Engine
+
+
+class Update(NamedTuple):
+    """The result of a step.
+
+    Attributes:
+        passes: backward passes that were counted.
+        norm: of the gradients, before clipping.
+        applied: the weights were updated: the gradients were finite.
+    """
+
+    passes: int
+    norm: float
+    applied: bool
 
 
 class Accumulation:
@@ -24,6 +38,7 @@ class Accumulation:
     Attributes:
         passes: how many there were.
         discarded: gradients were discarded since the last update.
+        reduced: gradients have been reduced, and there was no backward pass since.
         synchronised: False inside :meth:`no_sync`.
     """
 
@@ -31,7 +46,7 @@ class Accumulation:
         self._engine = engine
         self._limit: int | None = None
         self.passes = 0
-        self.discarded = False
+        self.discarded = self.reduced = False
         self.synchronised = True
 
     @property
@@ -44,7 +59,37 @@ class Accumulation:
         """Accept gradients from now on; what was accumulated is discarded. Buckets are reduced after
         ``limit`` passes, though more are possible; None: by the update only."""
         self._limit = limit if self.synchronised else None
+        self.reduced = False
         self._engine.begin(self._limit)
+
+    def expect(self, limit: int | None) -> None:
+        """Prepare for a backward pass that the script makes itself: of a step of ``limit`` passes, as of
+        :meth:`begin`, unless it has begun."""
+        if self.reduced:
+            self._engine.extend()
+            self.reduced = False
+        elif not self.pending and (limit if self.synchronised else None) != self._limit:
+            self.begin(limit)
+        self.passes += 1
+
+    def reduce(self) -> None:
+        """Sum the gradients accumulated so far over ranks, unless that has been done; all ranks together."""
+        if not self.reduced:
+            self._engine.reduce()
+            self.reduced = True
+
+    def update(self, limit: int | None, divisor: float) -> Update:
+        """Reduce, clip and update, and begin the next step, of ``limit`` passes.
+
+        Args:
+            limit: as of :meth:`begin`.
+            divisor: what the losses have not been divided by yet.
+        """
+        passes, before = self.finish(), self._engine.updates
+        self.reduce()
+        norm = self._engine.update(None, divisor=divisor)
+        self.begin(limit)
+        return Update(passes, norm, self._engine.updates > before)
 
     def backward(self, loss: Tensor, divisor: int = 1, retain_graph: bool = False) -> Tensor:
         """Differentiate a loss over ``divisor``, multiplied by the engine's loss scale; returns the loss over
@@ -65,9 +110,9 @@ class Accumulation:
         (loss.float() * scaler.scale if scaler.active else loss).backward(retain_graph=retain_graph)
         return loss.detach()
 
-    def take_assigned(self) -> None:
+    def take_assigned(self, hint: str) -> None:
         """Take the gradients that a script has assigned (``parameter.grad = ...``): a backward pass leaves
-        none there.
+        none there. ``hint`` says how those of a backward pass can be changed.
 
         Raises:
             HexadError: there have been backward passes, whose gradients they would replace.
@@ -77,7 +122,7 @@ class Accumulation:
         if assigned and self.pending:
             raise HexadError(
                 f"step: found {len(assigned)} parameters with an assigned .grad after a backward pass, which "
-                "has accumulated their gradients; change these with deepspeed.utils.safe_set_full_grad"
+                f"has accumulated their gradients; change these {hint}"
             )
         for parameter in assigned:
             assert parameter.grad is not None

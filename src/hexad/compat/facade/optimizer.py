@@ -114,7 +114,7 @@ class ModuleZeroGrad:
         module = self._module()
         if module is not None:
             type(module).zero_grad(module, set_to_none)
-        _call(self._discard)
+        call_method(self._discard)
 
     def __reduce__(self) -> Any:
         """Copies of the module have torch's method."""
@@ -122,7 +122,7 @@ class ModuleZeroGrad:
         return partial, (type(module).zero_grad, module)
 
 
-def _call(method: weakref.WeakMethod[Method]) -> None:
+def call_method(method: weakref.WeakMethod[Method]) -> None:
     """Call a method of an engine that still exists: references to it would be cycles."""
     bound = method()
     if bound is not None:
@@ -174,12 +174,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise HexadError("optimizer.step: found a closure; call backward before, and step without it")
-        _call(self._step)
+        call_method(self._step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
         in DeepSpeed. Not needed otherwise: a step begins without gradients."""
-        _call(self._discard)
+        call_method(self._discard)
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"

@@ -24,7 +24,7 @@ from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import first_difference, from_first, merged
-from hexad.config import AgreedError, HexadError, one_line
+from hexad.config import AgreedError, Config, HexadError, one_line
 from hexad.dataset.files import sync_directory, write_durably
 from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Axis, Mesh
@@ -78,34 +78,28 @@ class TagDirectory(CheckpointDirectory):
 
 
 def save(
-    engine: Engine,
-    directory: str,
-    tag: str,
+    chunks: Sequence[Chunk],
+    config: Config,
+    mesh: Mesh,
+    where: TagDirectory,
     progress: Mapping[str, Any],
-    name_latest: bool = True,
-    exclude_frozen: bool = False,
 ) -> None:
-    """Write weights, optimizer state and progress to ``directory/tag``, all ranks together; with
-    ``exclude_frozen`` no parameters that are not trained.
+    """Write chunks and progress, all ranks together, in a checkpoint of its own.
 
     Raises:
         AgreedError: it cannot be written.
     """
-    chunks = engine.chunks()
-    if exclude_frozen:
-        untrained = engine.modules.untrained
-        frozen = {value.name for value in untrained if isinstance(value.tensor, torch.nn.Parameter)}
-        chunks = [chunk for chunk in chunks if chunk.name.removeprefix("model.") not in frozen]
-    checkpointer = Checkpointer(engine.config, engine.mesh, TagDirectory(directory, tag, name_latest))
+    checkpointer = Checkpointer(config, mesh, where)
     checkpointer.save(chunks, dict(progress), "save_checkpoint", last=True)
     checkpointer.close()
 
 
-def load(engine: Engine, path: Path, optimizer: bool, strict: bool) -> dict[str, Any]:
+def load(engine: Engine, path: Path, optimizer: bool, strict: bool, hint: str) -> dict[str, Any]:
     """Load weights and, if wanted, optimizer state from one checkpoint, all ranks together; returns its
     progress.
 
     Args:
+        hint: how a script loads without ``strict``, for the message.
         strict: refuse a checkpoint that lacks tensors of the module, or has others. Otherwise these are
             unchanged or ignored, and a warning names them.
 
@@ -118,7 +112,8 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool) -> dict[str,
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
     if resumes and isinstance(engine.optimizer.rule, TorchOptimizer):
         engine.optimizer.rule.check(manifest.progress.get("optimizer", {}))
-    lacking = _lacking(engine, path, manifest, strict)
+    own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
+    lacking = lacking_names(own, axis, path, manifest, strict, hint)
     load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
     if resumes:
         engine.restored(manifest.progress)
@@ -166,10 +161,16 @@ def common(tag: str, axis: Axis, validation: str) -> str:
     return first
 
 
-def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> set[str]:
-    """Names of the module's tensors that a checkpoint does not have, the same on all ranks."""
-    own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
-    held = merged(own, engine.mesh.world, set.union)
+def lacking_names(
+    own: set[str], axis: Axis, path: Path, manifest: Manifest, strict: bool, hint: str
+) -> set[str]:
+    """Names of the module's tensors that a checkpoint does not have, the same on all ranks; ``own`` are those
+    that this rank holds, with ``model.`` before each.
+
+    Raises:
+        AgreedError: there are some, or the checkpoint has others, and ``strict`` refuses that.
+    """
+    held = merged(own, axis, set.union)
     stored = {name for name in manifest.tensors if name.startswith("model.")}
     problems = [
         f"{what}: {_shown(names)}"
@@ -178,8 +179,8 @@ def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> se
     ]
     text = f"{path}: found a checkpoint of another module ({'; '.join(problems)})"
     if problems and strict:
-        raise AgreedError(f"{text}; load it into the same module, or with load_module_strict=False")
-    if problems and not engine.mesh.rank:
+        raise AgreedError(f"{text}; load it into the same module, or with {hint}")
+    if problems and not axis.rank:
         log.warning("%s; what is missing stays as it is, what is unexpected is ignored", text)
     return {name.removeprefix("model.") for name in held - stored}
 

@@ -84,9 +84,10 @@ def _world() -> _World:
     return _last[0]
 
 
-def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:
-    """The mesh of so many pipeline ranks and else data ranks; created on first use, by all ranks together."""
-    layout, meshes = Layout(world=world_size(), pipeline=pipeline), _world().meshes
+def mesh_of(device: torch.device, pipeline: int = 1, tensor: int = 1) -> Mesh:
+    """The mesh of so many pipeline and tensor ranks and else data ranks; created on first use, by all ranks
+    together."""
+    layout, meshes = Layout(world=world_size(), pipeline=pipeline, tensor=tensor), _world().meshes
     if layout not in meshes:
         meshes[layout] = Mesh.create(layout, device, _TIMEOUT.total_seconds(), Trace())
     return use(meshes[layout])

@@ -1,104 +1,53 @@
-"""Megatron-LM's ``tensor_parallel.mappings``: identities, sums, gathers and slices over the tensor ranks,
-each with its counterpart in the backward pass; and ``vocab_parallel_cross_entropy`` over Hexad's.
+"""Megatron-LM's ``tensor_parallel.mappings`` over :mod:`hexad.parallel.tensor.regions`, and its
+``vocab_parallel_cross_entropy``.
 
 ``group`` is a group of :mod:`~hexad.compat.megatron.parallel_state`; None for that of the tensor ranks.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hexad.comm import all_gather, all_reduce, reduce_scatter
 from hexad.comm import all_to_all as exchange
 from hexad.config import HexadError
-from hexad.parallel.tensor.loss import token_losses_
+from hexad.parallel.tensor import regions
+from hexad.parallel.tensor.loss import cross_entropy
 from hexad.topology.mesh import Axis
 
 from . import parallel_state
 from .parallel_state import axis_of
 
 Group = dist.ProcessGroup | None
-Operation = Callable[[Tensor, Axis], Tensor]
 
 
-class _Mapping(torch.autograd.Function):
-    """An operation in the forward pass, another one in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Tensor:
-        ctx.axis, ctx.backward_operation = axis, backward
-        return forward(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.backward_operation(gradient, ctx.axis), None, None, None
-
-
-def _mapped(x: Tensor, group: Group, forward: Operation, backward: Operation) -> Tensor:
-    result: Tensor = _Mapping.apply(x, axis_of(group), forward, backward)
-    return result
-
-
-def _identity(x: Tensor, axis: Axis) -> Tensor:
-    return x.view_as(x)
-
-
-def _sum(x: Tensor, axis: Axis) -> Tensor:
-    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
-
-
-def _slice_first(x: Tensor, axis: Axis) -> Tensor:
-    if x.shape[0] % axis.size:
-        raise HexadError(f"found {x.shape[0]} rows, which do not divide by the group's {axis.size} ranks")
-    return x.chunk(axis.size)[axis.rank].clone(memory_format=torch.contiguous_format)
-
-
-def _gather_first(x: Tensor, axis: Axis) -> Tensor:
-    return _identity(x, axis) if axis.size == 1 else all_gather(x.contiguous(), axis)
-
-
-def _scatter_sum_first(x: Tensor, axis: Axis) -> Tensor:
-    return _identity(x, axis) if axis.size == 1 else reduce_scatter(x.contiguous(), axis)
-
-
-def _last(operation: Operation) -> Operation:
-    """A collective along the last dimension instead of the first."""
-
-    def moved(x: Tensor, axis: Axis) -> Tensor:
-        return operation(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
-
-    return moved
-
-
-_slice_last, _gather_last, _scatter_sum_last = map(_last, (_slice_first, _gather_first, _scatter_sum_first))
+def _mapped(x: Tensor, group: Group, forward: regions.Operation, backward: regions.Operation) -> Tensor:
+    return regions.mapped(x, axis_of(group), forward, backward)
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The same tensor; gradients are summed over the ranks."""
-    return _mapped(input_, group, _identity, _sum)
+    return regions.copied(input_, axis_of(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The sum over the ranks; gradients are passed on."""
-    return _mapped(input_, group, _sum, _identity)
+    return regions.summed(input_, axis_of(group))
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h]`` -> this rank's ``[..., h / size]``; gradients are gathered."""
-    return _mapped(input_, group, _slice_last, _gather_last)
+    return regions.split_last(input_, axis_of(group))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h / size]`` -> ``[..., h]``; of gradients this rank's slice is passed on."""
-    return _mapped(input_, group, _gather_last, _slice_last)
+    return regions.gathered_last(input_, axis_of(group))
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[s, ...]`` -> this rank's ``[s / size, ...]``; gradients are gathered."""
-    return _mapped(input_, group, _slice_first, _gather_first)
+    return _mapped(input_, group, regions.slice_first, regions.gather_first)
 
 
 def gather_from_sequence_parallel_region(
@@ -106,23 +55,23 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """``[s / size, ...]`` -> ``[s, ...]``. Gradients are summed and scattered; without
     ``tensor_parallel_output_grad``, where all ranks have the same ones, this rank's slice is passed on."""
-    backward = _scatter_sum_first if tensor_parallel_output_grad else _slice_first
-    return _mapped(input_, group, _gather_first, backward)
+    backward = regions.scatter_sum_first if tensor_parallel_output_grad else regions.slice_first
+    return _mapped(input_, group, regions.gather_first, backward)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[s, ...]`` -> this rank's ``[s / size, ...]`` of the sum; gradients are gathered."""
-    return _mapped(input_, group, _scatter_sum_first, _gather_first)
+    return _mapped(input_, group, regions.scatter_sum_first, regions.gather_first)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h / size]`` -> ``[..., h]``; gradients are summed and scattered."""
-    return _mapped(input_, group, _gather_last, _scatter_sum_last)
+    return _mapped(input_, group, regions.gather_last, regions.scatter_sum_last)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h]`` -> this rank's ``[..., h / size]`` of the sum; gradients are gathered."""
-    return _mapped(input_, group, _scatter_sum_last, _gather_last)
+    return _mapped(input_, group, regions.scatter_sum_last, regions.gather_last)
 
 
 def all_to_all(
@@ -143,7 +92,7 @@ def all_to_all(
     sizes = input_split_sizes, output_split_sizes_
 
     def exchanged(x: Tensor, axis: Axis, *sizes: Sequence[int] | None) -> Tensor:
-        return _identity(x, axis) if axis.size == 1 else exchange(x.contiguous(), axis, *sizes)
+        return regions.identity(x, axis) if axis.size == 1 else exchange(x.contiguous(), axis, *sizes)
 
     return _mapped(
         input_,
@@ -177,25 +126,5 @@ def vocab_parallel_cross_entropy(
             f"{tuple(vocab_parallel_logits.shape)}; expected all but the last dim"
         )
     axis = parallel_state.get_mesh().tensor
-    losses: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, axis)
-    return losses
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
-        wanted = ctx.needs_input_grad[0]
-        losses = token_losses_(
-            rows, target.flatten(), rows.shape[1] * axis.size, axis, 1.0 if wanted else None
-        )
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(rows if wanted else None)  # they are the losses' gradient now
-        return losses.view(target.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        scaled = rows * gradient.reshape(-1, 1)
-        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None
+    vocab = vocab_parallel_logits.shape[-1] * axis.size
+    return cross_entropy(vocab_parallel_logits, target, vocab, axis)

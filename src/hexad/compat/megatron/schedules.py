@@ -116,9 +116,11 @@ class ScriptEngine(GPTEngine):
     def _script(self, batches: Sequence[Any]) -> _Step:
         return _Step(self._forward_step, iterators_of(batches, list(self.stages)))
 
-    def train_step(self, microbatches: Sequence[Any], record: bool = False) -> StepResult:
+    def train_step(
+        self, microbatches: Sequence[Any], record: bool = False, divisor: int | None = None
+    ) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update; see :meth:`Engine.train_step`.
-        The loss is the mean over microbatches, as in Megatron-LM."""
+        The loss is the mean over microbatches, as in Megatron-LM, whatever the ``divisor``."""
         count, axis = len(microbatches), self.mesh.gradient_axis()
         step = self._script(microbatches)
         self.begin(count)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -30,6 +31,8 @@ class Microbatch:
             positions are then confined to each document.
         slice: of a part, which context rank holds which tokens; else None.
         numbers: of a part, int64 ``[tokens]``: the tokens' places in the flattened microbatch.
+        extras: further values of the tokens, by name, for a loss of one's own: ``[sequences, sequence,
+            ...]``; ``[1, tokens, ...]`` of a part.
     """
 
     tokens: Tensor
@@ -37,6 +40,7 @@ class Microbatch:
     documents: tuple[int, ...] | None = None
     slice: Slice | None = None
     numbers: Tensor | None = None
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def sequences(self) -> int:
@@ -71,7 +75,8 @@ class Microbatch:
         divided = slicing.divided(self.sequences, self.length, self.documents)
         numbers = numbers_of(divided, rank)
         tokens, labels = (tensor.flatten()[numbers][None] for tensor in (self.tokens, self.labels))
-        return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers)
+        extras = {name: values.flatten(0, 1)[numbers][None] for name, values in self.extras.items()}
+        return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers, extras=extras)
 
     def without_targets_from(self, sequence: int) -> Microbatch:
         """Drop the targets of all sequences from this one on."""
@@ -83,6 +88,6 @@ class Microbatch:
         """The same microbatch on ``device``."""
         moved = streams.of(device).moved
         numbers = None if self.numbers is None else moved(self.numbers, device)
-        return replace(
-            self, tokens=moved(self.tokens, device), labels=moved(self.labels, device), numbers=numbers
-        )
+        tokens, labels = moved(self.tokens, device), moved(self.labels, device)
+        extras = {name: moved(values, device) for name, values in self.extras.items()}
+        return replace(self, tokens=tokens, labels=labels, numbers=numbers, extras=extras)

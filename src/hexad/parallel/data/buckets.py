@@ -184,10 +184,10 @@ class Bucket:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw the initial values of declared parameters, of which a rank draws what it keeps."""
+        """Draw the initial values of weights that are not given, of which a rank draws what it keeps."""
         values, low = self.held
         for rectangle, weight, part in self.weights(values, low):
-            if weight is not None:
+            if not weight.given:
                 fill_initial(part, rectangle, weight, seed)
         self._forget_derived()
         shard = values[self.low - low : self.high - low]
@@ -308,14 +308,24 @@ class Bucket:
             declared.parameter.data = placeholder
         self.guard()
 
+    def give_back(self, device: torch.device) -> None:
+        """Give the parameters, whose values are here, memory of their own on a device, and keep of the bucket
+        only the master values, there too."""
+        assert self.whole is not None
+        for member, declared in enumerate(self.members):
+            declared.parameter.data = self.view(self.whole, member).to(device, copy=True)
+        self.master.data = self.master.data.to(device, copy=True)  # whoever holds it keeps it
+        self.whole = self.gradients = None
+        self.source = self.gradient = self.master
+
     def pieces(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """(rectangle of a global tensor, its view) of everything in a tensor like ``master``: a rank holds at
         most three rectangles of a matrix."""
         for rectangle, _, view in self.weights(shard, self.low):
             yield rectangle, view
 
-    def weights(self, flat: Tensor, first: int) -> Iterator[tuple[Rectangle, Weight | None, Tensor]]:
-        """(rectangle, weight if it is declared, view) of everything in a tensor that holds the bucket from
+    def weights(self, flat: Tensor, first: int) -> Iterator[tuple[Rectangle, Weight, Tensor]]:
+        """(rectangle, weight, view) of everything in a tensor that holds the bucket from
         element ``first`` on."""
         for offset, declared in zip(self.plan.offsets, self.members):
             width = declared.parameter.shape[1:].numel()
@@ -325,7 +335,7 @@ class Bucket:
                 for position, part in rectangle.flat_range(low - begin, high - begin):
                     at = begin + position - first
                     view = flat[at : at + part.numel].view(part.sizes)
-                    yield part, None if declared.plain else weight, view
+                    yield part, weight, view
 
 
 def _has_values(declared: Declared) -> bool:

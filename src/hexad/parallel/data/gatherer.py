@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from hexad.comm import Pending, all_gather_async
 
@@ -51,6 +52,7 @@ class ParameterGatherer:
         self._gathering: dict[int, Pending] = {}
         self._held: Counter[int] = Counter()  # uses of acquire() that have not ended
         self.absent: Provide = not_gathered
+        self._hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
             bucket.provide = partial(self._provide, number)
         if not hooks or all(bucket.plan.resident and bucket.plan.shards == 1 for bucket in buckets):
@@ -136,11 +138,22 @@ class ParameterGatherer:
                 self._buckets[number].attach(whole)
 
     def _provide(self, number: int, parameter: Tensor) -> Tensor:
-        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3."""
-        if not self._buckets[number].plan.resident:
-            return self.absent(parameter)
+        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3 that
+        :meth:`acquire` does not hold, except in the backward pass of a user's module that was called several
+        times, which is left after each call, and of a head whose loss is a user's."""
+        bucket = self._buckets[number]
+        if not bucket.plan.resident and not self._held[number]:
+            wanted = bucket.members[0].given or bucket.plan.outside_layers
+            if not wanted or torch._C._current_graph_task_id() < 0:
+                return self.absent(parameter)
+            self.fetch(number)
         self._arrive(number)
         return parameter
+
+    def unhook(self) -> None:
+        """Leave the modules without hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _hook(self, stage: nn.Module) -> None:
         """Make the stage's units fetch, wait for and release their buckets."""
@@ -151,10 +164,12 @@ class ParameterGatherer:
         for unit, (module, _) in enumerate(units):
             releases, layer = bool(order.absent[unit]), order.layers[unit]
             enter = self._entering(order, unit, needed[unit], releases and layer)
-            module.register_forward_pre_hook(enter)
+            self._hooks.append(module.register_forward_pre_hook(enter))
             if releases:
-                module.register_forward_hook(self._leaving(order, unit, needed[unit], layer))
-            if releases and self._views:
+                leave = self._leaving(order, unit, needed[unit], layer)
+                self._hooks.append(module.register_forward_hook(leave))
+            given = any(self._buckets[number].members[0].given for number in order.absent[unit])
+            if releases and (self._views or given):
                 self._save_places(module, order.absent[unit])
 
     def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
@@ -215,8 +230,10 @@ class ParameterGatherer:
             if running:
                 running.pop().__exit__(None, None, None)
 
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end, prepend=True, always_call=True)
+        self._hooks += [
+            module.register_forward_pre_hook(begin),
+            module.register_forward_hook(end, prepend=True, always_call=True),
+        ]
 
 
 def _shares_memory(tensor: Tensor, whole: Tensor) -> bool:

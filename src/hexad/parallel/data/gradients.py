@@ -23,7 +23,7 @@ from hexad.comm import (
 from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
-from ..contributions import Contribution, Dense, WeightGradient, attach
+from ..contributions import Contribution, Dense, WeightGradient, attach, detach
 from .buckets import Bucket, BufferPool, Shardings
 from .ordering import Rounds
 
@@ -64,19 +64,26 @@ class Gradients:
     ) -> None:
         self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
-        plain = any(declared.plain for bucket in buckets for declared in bucket.members)
+        given = any(declared.given for bucket in buckets for declared in bucket.members)
         beside = not all(self._in_place(bucket) for bucket in buckets if bucket.plan.keeps_gradients)
-        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
+        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=given)
         self._reducing: dict[int, deque[tuple[Pending | None, Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, Tensor]] = []
         self._deferred: Deferred | None = None
         self._aside: Deferred = deque()
         self._extended, self._later = False, dict[int, Tensor]()
         self._places: dict[Tensor, tuple[int, int]] = {}
+        self._attached = {}
         for number, bucket in enumerate(buckets):
             for member, declared in enumerate(bucket.members):
                 self._places[declared.parameter] = number, member
-                attach(declared.parameter, self)
+                hook = attach(declared.parameter, self, direct=not declared.given)
+                self._attached[declared.parameter] = hook
+
+    def detach(self) -> None:
+        """Leave the parameters' gradients to autograd from now on."""
+        while self._attached:
+            detach(*self._attached.popitem())
 
     # For layers
 

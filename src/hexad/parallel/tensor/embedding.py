@@ -16,6 +16,13 @@ from .linear import column_linear
 from .loss import head_loss_sum
 
 
+def embed(tokens: Tensor, weight: Tensor, shard: Shard) -> Tensor:
+    """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``, given this rank's rows of the
+    table, of which all ranks but the last have as many."""
+    rows: Tensor = _Embed.apply(tokens, weight, shard)
+    return rows
+
+
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, shard: Shard) -> Tensor:
@@ -55,7 +62,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``."""
-        return _Embed.apply(tokens, self.weight, self.shard)
+        return embed(tokens, self.weight, self.shard)
 
 
 class VocabParallelHead(ShardedModule):

@@ -252,3 +252,37 @@ def _logits(
     del logits
     loss = token_losses_(wide, labels, vocab, shard.tensor, scale).sum()
     return loss, None if scale is None else wide.to(x.dtype)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, axis: Axis) -> Tensor:
+    """The loss of every token by plain autograd, in nats, in at least float32; the same on all tensor ranks.
+
+    Args:
+        logits: ``[..., columns]``, this rank's columns, of as many on every rank.
+        labels: int64 ``[...]``, global token ids; -100 marks a token without a target.
+        vocab: real vocabulary size; columns beyond it are ignored.
+        axis: the tensor axis.
+
+    Returns:
+        ``[...]``; 0 where there is no target.
+    """
+    losses: Tensor = _CrossEntropy.apply(logits, labels, vocab, axis)
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, vocab: int, axis: Axis) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
+        wanted = ctx.needs_input_grad[0]
+        losses = token_losses_(rows, target.flatten(), vocab, axis, 1.0 if wanted else None)
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(rows if wanted else None)  # they are the losses' gradient now
+        return losses.view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        scaled = rows * gradient.reshape(-1, 1)
+        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None, None

@@ -1,0 +1,385 @@
+"""Lightning's strategy over an engine: data parallel, with sharded state, for any LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, WeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+
+from hexad.comm import broadcast
+from hexad.config import HexadError
+from hexad.topology.mesh import Axis, Mesh
+
+from ..facade import world
+from . import checkpoints
+from .data import resumable, unrepeated
+from .precision import adapted
+from .training import ModuleTraining, engine_settings
+
+_REFUSED: dict[type[Callback], str] = {
+    BaseFinetuning: "adds parameters to the optimizer during a fit",
+    ModelPruning: "replaces parameters",
+    WeightAveraging: "keeps a second model",
+}
+"""Callbacks that need parameters or optimizers of their own, and why."""
+
+
+class HexadStrategy(DDPStrategy):
+    """Trains any LightningModule data parallel, in place of Lightning's DDP and FSDP strategies.
+
+    Processes are started as by ``DDPStrategy``: by Lightning itself, torchrun or SLURM. Losses, gradients and
+    buffers are those of ``DDPStrategy``.
+
+    Args:
+        zero: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        replicas: state is sharded inside groups of ``world / replicas`` ranks, and replicated across.
+        accelerator, parallel_devices, cluster_environment, precision_plugin: as of ``DDPStrategy``.
+        process_group_backend, timeout: likewise.
+
+    Raises:
+        HexadError: ``zero`` or ``replicas`` out of range.
+    """
+
+    strategy_name = "hexad"
+
+    def __init__(
+        self,
+        zero: int = 0,
+        replicas: int = 1,
+        *,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        if zero not in (0, 1, 2, 3):
+            raise HexadError(f"HexadStrategy: found zero={zero!r}, expected 0, 1, 2 or 3")
+        if not isinstance(replicas, int) or replicas < 1:
+            raise HexadError(f"HexadStrategy: found replicas={replicas!r}, expected 1 or more")
+        self.zero, self.replicas, self.timeout = zero, replicas, timeout
+        self._training: ModuleTraining | None = None
+        self._synchronised = True
+        self._fresh_buffers = False  # those of rank 0 have been sent
+        self._failed = False
+        self._dumped: dict[str, Any] = {}  # of the checkpoint that is being made
+        self._found: checkpoints.Saved | None = None  # to be loaded
+        self._strict = True
+        self.reads_gradients = self._reads_after_backward = False
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The plugin of ``Trainer(precision=...)``, with gradients in an engine."""
+        if self._precision_plugin is None:
+            self.precision_plugin = Precision()
+        assert self._precision_plugin is not None
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None
+        if plugin is not None:
+            self._precision_plugin = adapted(plugin, self)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Lightning's own, which reads and removes; checkpoints are written by the strategy."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise HexadError(
+            f"HexadStrategy: found the plugin {type(io).__name__}, but the strategy writes checkpoints "
+            "itself, all ranks together; leave it out"
+        )
+
+    @property
+    def in_fit(self) -> ModuleTraining | None:
+        """What the fit that is under way trains with."""
+        training = self._training
+        return None if training is None or training.released else training
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return world.mesh_of(self.root_device)
+
+    # Setting up
+
+    def configure_ddp(self) -> None:
+        """No wrapper: the engine hooks the module's parameters."""
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create optimizer and schedules, and the engine around the module.
+
+        Raises:
+            HexadError: several optimizers, or one that cannot be sharded.
+        """
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None
+        if len(self.optimizers) > 1:
+            raise HexadError(
+                f"configure_optimizers: found {len(self.optimizers)} optimizers, expected one; use one with "
+                "several parameter groups, or Lightning's own strategies"
+            )
+        self._check_callbacks(trainer)
+        self._training, self._failed, self._fresh_buffers = None, False, False
+        if not self.optimizers[0].param_groups:  # configure_optimizers has returned None: nothing is updated
+            self._load_found()
+            return
+        settings = engine_settings(module, self.zero, self.replicas, self.timeout.total_seconds())
+        self._training = ModuleTraining(module, self.mesh, settings, self.optimizers[0])
+        self.optimizers = [self._training.optimizer]
+        self._load_found()
+
+    def _load_found(self) -> None:
+        """Load the weights of the checkpoint that was found, and in a fit the optimizer's state."""
+        found, self._found = self._found, None
+        if found is None:
+            return
+        if self._training is not None:
+            checkpoints.fill_training(found, self._training, self._strict)
+        else:
+            assert self.lightning_module is not None
+            checkpoints.fill_module(found, self.lightning_module, self.mesh, self._strict)
+
+    def _check_callbacks(self, trainer: Trainer) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            reason = next((why for kind, why in _REFUSED.items() if isinstance(callback, kind)), None)
+            if reason is not None:
+                raise HexadError(
+                    f"callbacks: found {type(callback).__name__}, which {reason}; leave it out, or use "
+                    "Lightning's DDPStrategy"
+                )
+        module = self.lightning_module
+        assert module is not None
+        self.reads_gradients = (
+            is_overridden("on_before_optimizer_step", module)
+            or is_overridden("configure_gradient_clipping", module)
+            or any(is_overridden("on_before_optimizer_step", one, parent=Callback) for one in callbacks)
+        )
+        self._reads_after_backward = is_overridden("on_after_backward", module) or any(
+            is_overridden("on_after_backward", one, parent=Callback) for one in callbacks
+        )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """A loader of training that resumes after the samples consumed, one of evaluation that repeats
+        none."""
+        module = self.lightning_module
+        stage = None if module is None else module.trainer.state.stage
+        if module is None or stage is None:
+            return dataloader
+        if stage.evaluating:
+            return unrepeated(dataloader)
+        overfit = module.trainer.overfit_batches  # type: ignore[attr-defined]
+        if stage == RunningStage.TRAINING and not overfit:
+            return resumable(dataloader, self.mesh.data.size, partial(_batches_done, module.trainer))
+        return dataloader
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """As of ``DDPStrategy``, but the mean of integers is exact: Lightning divides logged sums by that of
+        the samples, of which ranks may have different numbers in evaluation."""
+        mean = str(reduce_op).lower() in ("none", "mean", "avg") or reduce_op == ReduceOp.AVG
+        if mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        return super().reduce(tensor, group, reduce_op)
+
+    # A step
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Backward passes inside are not the last of their step."""
+        self._synchronised = False
+        try:
+            yield
+        finally:
+            self._synchronised = True
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Add to the gradients of the step."""
+        training, module = self.in_fit, self.lightning_module
+        assert module is not None
+        if training is not None:
+            if module.automatic_optimization:
+                passes: int | None = module.trainer.accumulate_grad_batches
+            else:
+                passes = 1 if self._synchronised else None
+            training.expect(passes)
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def backward_ended(self) -> None:
+        """Show gradients to hooks and scripts that read them after the last backward pass of a step."""
+        training, module = self.in_fit, self.lightning_module
+        if training is None or module is None or not self._synchronised:
+            return
+        if self._reads_after_backward or not module.automatic_optimization:
+            training.show()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, with the buffers of rank 0, as in DDP."""
+        self._synchronise_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, with the buffers of rank 0, as in DDP."""
+        self._synchronise_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _synchronise_buffers(self) -> None:
+        """Send the buffers of rank 0, such as running averages, to all ranks where DDP does: before the first
+        forward pass of a fit and each that follows one whose gradients were reduced."""
+        module = self.lightning_module
+        if self.in_fit is None or module is None:
+            return
+        if not self._fresh_buffers:
+            send_buffers(list(module.buffers()), self.mesh.world)
+        automatic = module.automatic_optimization
+        self._fresh_buffers = not (torch.is_grad_enabled() and automatic and self._synchronised)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's ``state_dict``; with ``zero=3``, during a fit, with the parameters themselves, whose
+        values are sharded: reading them is an error."""
+        module = self.lightning_module
+        assert module is not None
+        sharded = self.zero == 3 and self.in_fit is not None
+        self._dumped = module.state_dict(keep_vars=sharded)
+        return dict(self._dumped)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Nothing: :meth:`save_checkpoint` writes it, every rank its shard."""
+        return {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint to a directory of this path, all ranks together; any layout loads it.
+
+        Raises:
+            HexadError: with ``storage_options``, a path that is not local, or weights that a hook has
+                changed.
+        """
+        if storage_options is not None:
+            raise HexadError(
+                "save_checkpoint: found storage_options, which a directory does not have; leave it out"
+            )
+        module = self.lightning_module
+        assert module is not None
+        path = local_path(self.broadcast(filepath))
+        state = checkpoint.pop("state_dict")
+        changed = [name for name, value in state.items() if value is not self._dumped.get(name)]
+        if changed:
+            raise HexadError(
+                f"on_save_checkpoint: found {changed[0]} changed in checkpoint['state_dict']; a hook may "
+                "leave weights out; save others under a key of their own"
+            )
+        omitted = set(self._dumped) - set(state)
+        self._dumped = {}
+        training = self._training if self._training is not None and self._training.module is module else None
+        checkpoints.save(path, checkpoint, module, training, self.mesh, omitted)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what the trainer restores: from a directory of :meth:`save_checkpoint`, of which weights and
+        optimizer state are loaded later, or from a file of Lightning's other strategies."""
+        path = self.broadcast(checkpoint_path)
+        self._found = None
+        if "://" not in str(path):
+            self._found = checkpoints.find(local_path(path), self.mesh.world)
+        if self._found is None:
+            return super().load_checkpoint(path, weights_only=weights_only)
+        return checkpoints.lightning_part(self._found, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights: in a fit those of a directory when there is an engine, with the optimizer's state."""
+        module = self.lightning_module
+        assert module is not None
+        self._training, self._strict = None, strict
+        if self._found is None:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        elif module.trainer.state.fn != TrainerFn.FITTING:
+            self._load_found()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state from a file of Lightning's other strategies."""
+        if self._training is not None and checkpoint["optimizer_states"]:
+            step = int(checkpoint.get("global_step", 0))
+            checkpoints.fill_optimizer(checkpoint["optimizer_states"][0], self._training, step)
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that other ranks may be gone."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Make the module plain again, on the host, with complete parameters."""
+        if self._training is not None:
+            self._training.release(gather=not self._failed)
+        super().teardown()
+
+
+def _batches_done(trainer: Trainer) -> int:
+    """The batches of the epoch that were consumed; 0 after the last."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done: int = progress.current.ready
+    return 0 if progress.is_last_batch or done >= trainer.num_training_batches else done
+
+
+def local_path(path: Any) -> Path:
+    """A path of the local file system.
+
+    Raises:
+        HexadError: it is another one's.
+    """
+    if "://" in str(path) and not str(path).startswith("file://"):
+        raise HexadError(
+            f"checkpoint: found {path}, expected a directory of a file system that all ranks see; save "
+            "there, and copy it"
+        )
+    return Path(str(path).removeprefix("file://"))
+
+
+@torch.no_grad()
+def send_buffers(buffers: list[Tensor], axis: Axis) -> None:
+    """Give tensors the values of an axis's first rank, in one message for each format."""
+    if axis.size == 1:
+        return
+    by_format: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.numel():
+            by_format.setdefault(buffer.dtype, []).append(buffer)
+    for some in by_format.values():
+        message = torch.cat([buffer.reshape(-1) for buffer in some])
+        broadcast(message.view(torch.uint8), axis)
+        if axis.rank:
+            for buffer, values in zip(some, message.split([buffer.numel() for buffer in some])):
+                buffer.copy_(values.view(buffer.shape))

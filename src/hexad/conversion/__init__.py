@@ -1,0 +1,1 @@
+"""Users' modules, and those of ``transformers``, made parallel."""

@@ -1,0 +1,391 @@
+"""A user's model made tensor-parallel, by a plan of its modules' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hexad.comm import agreed, all_reduce, broadcast
+from hexad.config import HexadError
+from hexad.parallel.inventory import Parameter, Weight
+from hexad.parallel.sharding import Shard, ShardedModule, declared_parameters
+from hexad.parallel.tensor import regions
+from hexad.topology.mesh import Mesh
+
+from . import layers
+from .styles import Entry, entries
+
+Module = TypeVar("Module", bound=nn.Module)
+HALVES = 2
+"""Parts of a packed layer."""
+MISSING = {"apertus": {"**.mlp.act_fn": "partial"}}
+"""What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
+which each rank sees its features."""
+
+
+def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
+    """Divide a model over the tensor ranks of a mesh, in place; all ranks call this together.
+
+    Each module that the plan names keeps its place, name and attributes, and computes with this rank's shard
+    of its weights; what it sends and sums is in its forward and backward pass. So the model trains in a plain
+    loop (``.grad`` of every parameter is complete for what the rank holds), in an :class:`hexad.Engine`, and
+    under the interfaces. ``state_dict`` and checkpoints are those of the undivided model.
+
+    Args:
+        module: a model of linear layers and embeddings, the same on all ranks: the values are those of the
+            first tensor rank. On ``meta`` it gets no values.
+        mesh: of the run; its tensor ranks.
+        plan: pattern of names -> style, see :mod:`hexad.conversion.styles`; by default that of a
+            ``transformers`` model (``model.tp_plan``).
+
+    Returns:
+        the same module.
+
+    Raises:
+        HexadError: a plan that the model does not fit: the same on all ranks, before anything is changed.
+    """
+    if not isinstance(mesh, Mesh):
+        raise HexadError(f"mesh: found {mesh!r}, expected a hexad.Mesh")
+    given = plan if plan is not None else _own_plan(module)
+    names = [name for name, _ in (*module.named_modules(), *module.named_parameters()) if name]
+    chosen = entries(given, names, strict=plan is not None)
+    if not chosen:
+        raise HexadError(
+            f"plan: found none for {type(module).__name__}; pass plan={{'layers.*.up': 'column', ...}}"
+        )
+    work = agreed(lambda: _Work.of(module, chosen, mesh), mesh.world)
+    if mesh.tensor.size == 1:
+        return module
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        for tensor in (*module.parameters(), *module.buffers()):
+            values = tensor.data.to(mesh.device).contiguous()
+            if values.numel():
+                broadcast(values.view(-1).view(torch.uint8), mesh.tensor)
+            tensor.data = values
+    work.carry_out()
+    return module
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
+    """Clip the gradients of a divided model in a plain loop, as ``torch.nn.utils.clip_grad_norm_`` does for
+    an undivided one; all tensor ranks together. An engine clips by itself.
+
+    Args:
+        module: of :func:`parallelize`; any other module is clipped alone.
+        max_norm: of all gradients, those of all shards included.
+
+    Returns:
+        the norm before, float32 or wider.
+    """
+    mesh = mesh_of(module)
+    squares: list[list[Tensor]] = [[], []]
+    gradients = []
+    for declared in declared_parameters(module):
+        gradient = declared.parameter.grad
+        if gradient is not None:
+            gradients.append(gradient)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            divided = bool(declared.declaration.traits(declared.positions).divided)
+            squares[divided].append(torch.linalg.vector_norm(gradient, dtype=wide).square())
+    if not gradients:
+        return torch.zeros(())
+    zero = torch.zeros_like((squares[0] + squares[1])[0])
+    whole, parts = (torch.stack([zero, *values]).sum() for values in squares)
+    norm = (whole + (parts if mesh is None else all_reduce(parts, mesh.tensor))).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return norm
+
+
+def mesh_of(module: nn.Module) -> Mesh | None:
+    """The mesh over whose tensor ranks a model has been divided; None if it has not been."""
+    return next((part.mesh for part in module.modules() if isinstance(part, layers.Converted)), None)
+
+
+def _own_plan(module: nn.Module) -> Mapping[str, str]:
+    plan: Mapping[str, str] | None = getattr(module, "tp_plan", None)
+    if not plan:
+        raise HexadError(
+            f"plan: found none, and {type(module).__name__} carries no plan of its own (tp_plan); pass "
+            "plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
+        )
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return {**plan, **MISSING.get(str(kind), {})}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is done to a model's modules, all of it checked.
+
+    Attributes:
+        module: the model.
+        chosen: the plan's entries.
+        mesh: of the run.
+        shard: of this rank.
+    """
+
+    module: nn.Module
+    chosen: list[Entry]
+    mesh: Mesh
+    shard: Shard
+
+    @classmethod
+    def of(cls, module: nn.Module, chosen: list[Entry], mesh: Mesh) -> _Work:
+        """Check the plan against the model.
+
+        Raises:
+            HexadError: they do not fit.
+        """
+        sequence = any(entry.style == "sequence_parallel" for entry in chosen) and mesh.tensor.size > 1
+        first = next(module.parameters()).dtype
+        work = cls(
+            module,
+            _with_ties(module, chosen),
+            mesh,
+            Shard({"tensor": mesh.tensor}, sequence, first, mesh.device),
+        )
+        for entry in work.chosen:
+            work._check(entry)
+        _check_sharing(module, work.chosen)
+        return work
+
+    @property
+    def ranks(self) -> int:
+        """Tensor ranks."""
+        return self.shard.tensor.size
+
+    # What does not fit
+
+    def _check(self, entry: Entry) -> None:
+        if entry.style in ("replicate", "local_params", "all_reduce"):
+            return
+        if (owner := _owner(self.module, entry.name)) is not None:
+            self._check_parameter(entry, *owner)
+            return
+        layer = self.module.get_submodule(entry.name)
+        if entry.style in ("replicated_with_grad_allreduce", "sequence_parallel"):
+            return
+        kind = nn.Embedding if "embedding" in entry.style else nn.Linear
+        if not isinstance(layer, kind) or not _computes_as(layer, kind):
+            raise _error(entry, f"found a {type(layer).__name__}", f"expected a torch.nn.{kind.__name__}")
+        parent = self.module.get_submodule(entry.name.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention):
+            raise _error(entry, "found part of a MultiheadAttention", "which reads its weights itself")
+        if (
+            next(layer.buffers(recurse=False), None) is not None
+            and layer._buffers.keys() - layer._non_persistent_buffers_set
+        ):
+            raise _error(entry, "found a layer with buffers", "which would not be saved")
+        if isinstance(layer, nn.Linear):
+            self._check_linear(entry, layer, parent)
+        else:
+            self._check_embedding(entry, layer)
+
+    def _check_parameter(self, entry: Entry, owner: nn.Module, name: str) -> None:
+        parameter = owner.get_parameter(name)
+        if entry.style not in ("colwise", "rowwise", "replicated_with_grad_allreduce"):
+            raise _error(entry, "found a parameter", "a parameter may be colwise, rowwise or partial")
+        dim = _dim_of(entry, parameter)
+        if dim is not None and parameter.shape[dim] % self.ranks:
+            raise self._divides_not(entry, parameter.shape[dim], "elements")
+
+    def _check_linear(self, entry: Entry, layer: nn.Linear, parent: nn.Module) -> None:
+        columns = "colwise" in entry.style
+        size, what = (layer.out_features, "outputs") if columns else (layer.in_features, "inputs")
+        parts = self.ranks * (HALVES if entry.style.startswith("packed") else 1)
+        if size % parts and entry.style != "colwise_gather_output":
+            raise self._divides_not(entry, size, what)
+        width = getattr(parent, "head_dim", getattr(parent, "head_size", None))
+        if entry.style == "colwise" and isinstance(width, int) and width > 0 and size % width == 0:
+            heads = size // width
+            if heads % self.ranks:
+                raise self._divides_not(entry, heads, f"heads of {width} features")
+
+    def _check_embedding(self, entry: Entry, layer: Any) -> None:
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(layer, option):
+                raise _error(entry, f"found {option}", "which a divided table does not have")
+        if entry.style == "embedding_colwise" and layer.embedding_dim % self.ranks:
+            raise self._divides_not(entry, layer.embedding_dim, "columns")
+
+    def _divides_not(self, entry: Entry, size: int, what: str) -> HexadError:
+        return _error(
+            entry,
+            f"found {size} {what}, which do not divide by {self.ranks} tensor ranks",
+            "use another tensor degree, or leave the layer out of the plan",
+        )
+
+    # What is done
+
+    def carry_out(self) -> None:
+        """Convert the modules."""
+        done: dict[Tensor, Parameter] = {}
+        for entry in self.chosen:
+            owner = _owner(self.module, entry.name)
+            if owner is not None:
+                self._convert_parameter(entry, *owner, done)
+            elif entry.style == "all_reduce":
+                self.module.get_submodule(entry.name).register_forward_hook(self._sum)
+            elif entry.style not in ("replicate", "local_params"):
+                self._convert(entry, self.module.get_submodule(entry.name), done)
+
+    def _become(self, module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
+        layers.convert(module, kind, self.shard, mesh=self.mesh, **attributes)
+
+    def _sum(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return regions.summed(output, self.shard.tensor)
+
+    def _convert(self, entry: Entry, layer: Any, done: dict[Tensor, Parameter]) -> None:
+        style = entry.style
+        bias = getattr(layer, "bias", None) is not None
+        if "embedding" in style:
+            rows = style == "embedding_rowwise"
+            self._become(layer, layers.RowEmbedding if rows else layers.ColumnEmbedding)
+            divided = {"tensor": 0 if rows else 1}
+            table = _whole("weight", layer.weight, divided, pads=rows)
+            layers.declare(layer, "weight", table, layer.weight.data, done)
+        elif "colwise" in style:
+            packed, gathers = style == "packed_colwise", style == "colwise_gather_output"
+            self._become(layer, layers.ColumnLinear, gathers=gathers)
+            for name in ("weight", "bias") if bias else ("weight",):
+                whole = getattr(layer, name)
+                declaration = (
+                    _row_halves(name, whole) if packed else _whole(name, whole, {"tensor": 0}, gathers)
+                )
+                layers.declare(layer, name, declaration, whole.data, done)
+        elif "rowwise" in style:
+            self._convert_rows(entry, layer, bias, done)
+        else:
+            self._become(layer, layers.Converted)
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                layers.declare(layer, name, _whole(name, parameter, {}, partial=True), parameter.data, done)
+
+    def _convert_rows(self, entry: Entry, layer: Any, bias: bool, done: dict[Tensor, Parameter]) -> None:
+        second = entry.style == "packed_rowwise"
+        splits = entry.style == "rowwise_split_input"
+        self._become(layer, layers.RowLinear, splits=splits, second=second)
+        if second:
+            whole = layer.weight.data
+            for name, part in zip(("weight", "weight_1"), _column_halves(whole)):
+                layers.declare(layer, name, part, whole, done)
+        else:
+            matrix = _whole("weight", layer.weight, {"tensor": 1})
+            layers.declare(layer, "weight", matrix, layer.weight.data, done)
+        if bias:
+            # In sequence parallel a rank sees the outputs of its own tokens.
+            bias_parts = _whole("bias", layer.bias, {}, partial=self.shard.sequence)
+            layers.declare(layer, "bias", bias_parts, layer.bias.data, done)
+
+    def _convert_parameter(self, entry: Entry, owner: Any, name: str, done: dict[Tensor, Parameter]) -> None:
+        if not isinstance(owner, ShardedModule):
+            self._become(owner, layers.Converted)
+        parameter = owner.get_parameter(name)
+        dim = _dim_of(entry, parameter)
+        divided = {} if dim is None else {"tensor": dim}
+        declaration = _whole(name, parameter, divided, partial=dim is None)
+        layers.declare(owner, name, declaration, parameter.data, done)
+
+
+def _whole(
+    name: str, tensor: Tensor, divided: Mapping[str, int], pads: bool = False, partial: bool = False
+) -> Parameter:
+    """A parameter that holds a rank's shard of one tensor; ``pads``: shards of dim 0 may be uneven."""
+    axes = frozenset({"tensor"} if partial else ())
+    return Parameter(name, (Weight(name, tuple(tensor.shape), divided, axes, multiple=int(pads)),))
+
+
+def _row_halves(name: str, tensor: Tensor) -> Parameter:
+    """A parameter that holds a rank's shards of both halves of a tensor's rows."""
+    rows, *others = tensor.shape
+    shape, zeros = (rows // HALVES, *others), (0,) * len(others)
+    halves = [((number * shape[0], *zeros), tuple(tensor.shape)) for number in range(HALVES)]
+    return Parameter(name, tuple(Weight(name, shape, {"tensor": 0}, within=half) for half in halves))
+
+
+def _column_halves(tensor: Tensor) -> list[Parameter]:
+    """The parameters ``weight`` and ``weight_1``, with a rank's shard of each half of a matrix's columns."""
+    rows, columns = tensor.shape
+    shape = (rows, columns // HALVES)
+    halves = [((0, number * shape[1]), (rows, columns)) for number in range(HALVES)]
+    weights = [Weight("weight", shape, {"tensor": 1}, within=half) for half in halves]
+    return [Parameter(name, (weight,)) for name, weight in zip(("weight", "weight_1"), weights)]
+
+
+def _dim_of(entry: Entry, parameter: Tensor) -> int | None:
+    """The dim along which a plan divides a parameter that is no layer's; None if it does not."""
+    dims = {"colwise": max(parameter.dim() - 2, 0), "rowwise": parameter.dim() - 1}
+    return dims.get(entry.style)
+
+
+def _error(entry: Entry, found: str, expected: str) -> HexadError:
+    return HexadError(f"plan: {entry.name} is {entry.style}: {found}; {expected}")
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module that has the parameter of this name, and its own name there; None for a module's name."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner, attribute) if attribute in owner._parameters else None
+
+
+def _computes_as(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a layer's forward pass is that of ``kind``, or calls it (``super().forward``)."""
+    forward = type(layer).forward
+    if forward is kind.forward:
+        return True
+    code = getattr(forward, "__code__", None)
+    return code is not None and "forward" in code.co_names and "__class__" in code.co_freevars
+
+
+def _holders(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The names of the modules that have each parameter."""
+    holders: dict[nn.Parameter, list[str]] = {}
+    for path, owner in module.named_modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(path)
+    return holders
+
+
+def _with_ties(module: nn.Module, chosen: list[Entry]) -> list[Entry]:
+    """The entries, where a head shares its weight with the embedding: both are divided by rows, or, where the
+    embedding cannot be, neither is."""
+    styles = {entry.name: entry for entry in chosen}
+    holders = _holders(module)
+    for name, entry in list(styles.items()):
+        if entry.style != "colwise_gather_output":
+            continue
+        weight = getattr(module.get_submodule(name), "weight", None)
+        for other in holders.get(weight, []) if isinstance(weight, nn.Parameter) else ():
+            embedding = module.get_submodule(other)
+            if other in styles or not isinstance(embedding, nn.Embedding):
+                continue
+            if _computes_as(embedding, nn.Embedding):
+                styles[other] = Entry(other, "embedding_rowwise")
+            else:
+                styles.pop(name, None)
+    return list(styles.values())
+
+
+def _check_sharing(module: nn.Module, chosen: Iterable[Entry]) -> None:
+    """Refuse a plan that divides a weight for some of its modules only."""
+    rows = {"colwise_gather_output", "embedding_rowwise"}
+    styles = {entry.name: entry for entry in chosen}
+    for parameter, paths in _holders(module).items():
+        divided = [path for path in paths if path in styles and styles[path].style not in ("replicate",)]
+        if len(paths) < 2 or not divided or parameter.dim() < 2:
+            continue
+        others = [path for path in paths if path not in styles or styles[path].style not in rows]
+        if others:
+            entry = styles[divided[0]]
+            raise _error(
+                entry,
+                f"found a weight that {others[0]} shares",
+                "divide both by rows (vocab for the embedding, column_gather for the head), or neither",
+            )

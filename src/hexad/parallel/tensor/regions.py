@@ -1,0 +1,101 @@
+"""What parts and sums of activations become between tensor-parallel layers: identities, sums, gathers and
+slices over the ranks of an axis, each with its counterpart in the backward pass (Shoeybi et al., arXiv
+1909.08053, figure 3; Korthikanti et al., arXiv 2205.05198, section 4.2).
+
+*First* is dim 0, of tokens; *last* is the last dim, of features.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexad.comm import all_gather, all_reduce, reduce_scatter
+from hexad.config import HexadError
+from hexad.topology.mesh import Axis
+
+Operation = Callable[[Tensor, Axis], Tensor]
+
+
+class _Mapping(torch.autograd.Function):
+    """An operation in the forward pass, another one in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Tensor:
+        ctx.axis, ctx.backward_operation = axis, backward
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_operation(gradient, ctx.axis), None, None, None
+
+
+def mapped(x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Tensor:
+    """``forward`` of a tensor; ``backward`` of its gradient."""
+    result: Tensor = _Mapping.apply(x, axis, forward, backward)
+    return result
+
+
+def identity(x: Tensor, axis: Axis) -> Tensor:
+    """The same values."""
+    return x.view_as(x)
+
+
+def total(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks."""
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def slice_first(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's of equal runs of rows.
+
+    Raises:
+        HexadError: the rows do not divide.
+    """
+    if x.shape[0] % axis.size:
+        raise HexadError(f"found {x.shape[0]} rows, which do not divide by the group's {axis.size} ranks")
+    return x.chunk(axis.size)[axis.rank].clone(memory_format=torch.contiguous_format)
+
+
+def gather_first(x: Tensor, axis: Axis) -> Tensor:
+    """The rows of all ranks, in rank order."""
+    return identity(x, axis) if axis.size == 1 else all_gather(x.contiguous(), axis)
+
+
+def scatter_sum_first(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's run of rows of the sum over the ranks."""
+    return identity(x, axis) if axis.size == 1 else reduce_scatter(x.contiguous(), axis)
+
+
+def _last(operation: Operation) -> Operation:
+    """A collective along the last dimension instead of the first."""
+
+    def moved(x: Tensor, axis: Axis) -> Tensor:
+        return operation(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
+
+    return moved
+
+
+slice_last, gather_last, scatter_sum_last = map(_last, (slice_first, gather_first, scatter_sum_first))
+
+
+def copied(x: Tensor, axis: Axis) -> Tensor:
+    """The same tensor, for a computation of which each rank does a part: gradients are summed."""
+    return mapped(x, axis, identity, total)
+
+
+def summed(x: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks, for a computation that all repeat: gradients are passed on."""
+    return mapped(x, axis, total, identity)
+
+
+def split_last(x: Tensor, axis: Axis) -> Tensor:
+    """``[..., h]`` -> this rank's ``[..., h / size]``; gradients are gathered."""
+    return mapped(x, axis, slice_last, gather_last)
+
+
+def gathered_last(x: Tensor, axis: Axis) -> Tensor:
+    """``[..., h / size]`` -> ``[..., h]``, for a computation that all repeat: of gradients this rank's slice
+    is passed on."""
+    return mapped(x, axis, gather_last, slice_last)

@@ -1,0 +1,54 @@
+"""Models of ``transformers`` divided by the plans that they carry, against one process."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hexad import Layout, Mesh, parallelize
+
+from ..layers import CPU
+from ..pool import Pool
+from .small_models import Kind, trained
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+USUAL = {
+    "llama": "LlamaConfig",
+    "qwen3": "Qwen3Config",
+    "gemma3": "Gemma3TextConfig",
+    "phi3": "Phi3Config",
+    "olmo2": "Olmo2Config",
+    "granite": "GraniteConfig",
+    "gpt_neox": "GPTNeoXConfig",
+    "mistral": "MistralConfig",
+    "cohere": "CohereConfig",
+}
+
+
+def divided(kind: Kind) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A plain loop on as many tensor ranks as there are."""
+    world = dist.get_world_size()
+    model = parallelize(kind.build(), Mesh.create(Layout(world=world, tensor=world), CPU))
+    return trained(model)
+
+
+def largest_difference(kind: Kind, world: int, pool: Pool) -> tuple[float, float]:
+    """Of losses, relative, and of weights after the steps, against one process."""
+    losses, weights = trained(kind.build())
+    results = pool.run(world, divided, kind)
+    of_losses = max(abs(a - b) / abs(b) for given, _ in results for a, b in zip(given, losses))
+    of_weights = 0.0
+    for _, state in results:
+        assert state.keys() == weights.keys()
+        for name, values in weights.items():
+            of_weights = max(of_weights, float((state[name] - values).abs().max()) if values.numel() else 0.0)
+    return of_losses, of_weights
+
+
+@pytest.mark.parametrize("folder", USUAL)
+def test_usual_models(folder: str, pool: Pool) -> None:
+    losses, weights = largest_difference(Kind(folder, USUAL[folder]), 2, pool)
+    assert losses < 1e-12
+    assert weights < 1e-12

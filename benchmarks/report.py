@@ -52,25 +52,6 @@ def section(name: str) -> str:
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
 
 
-def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
-    """How many plans of models work, which, and why others do not."""
-    names: dict[str, list[str]] = {}
-    for row in results["plans"]:
-        names.setdefault(row["outcome"], []).append(row["model"])
-    counts = results["counts"]
-    yield "| outcome | configurations | |"
-    yield "|---|---|---|"
-    yield f"| works | {counts['works']} | {', '.join(dict.fromkeys(names['works']))} |"
-    yield f"| refused: experts, latent attention | {counts['refused']} | with the expert axis |"
-    for name, what in (("not built", "takes no token ids alone, or is part of another model"), ("fails", "")):
-        rows = [row for row in results["plans"] if row["outcome"] == name]
-        reasons = ", ".join(
-            f"{row['model']} ({row['why'].split(':', 1)[-1].strip()})" if name == "fails" else row["model"]
-            for row in rows
-        )
-        yield f"| {name}{': ' if what else ''}{what} | {len(rows)} | {reasons} |"
-
-
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
@@ -101,13 +82,9 @@ def gpu(steps: dict[str, Any]) -> Iterator[str]:
     for name in parts:
         if name in figures:
             facts = steps[name]["facts"]
-            gpu_, _, driver = next(value for key, value in facts.items() if key.startswith("name,")).split(
-                ", "
-            )[:3]
-            software = (
-                f"driver {driver}, torch {facts['torch']}, NCCL {facts['nccl']}, Hexad at {facts['commit']}"
-            )
-            line = f"{gpu_}, {facts['machine']}; {software}: `{facts['command']}`"
+            device = next(value for key, value in facts.items() if key.startswith("name,")).split(", ")
+            software = f"torch {facts['torch']}, NCCL {facts['nccl']}, Hexad at {facts['commit']}"
+            line = f"{device[0]}, driver {device[2]}, {facts['machine']}; {software}: `{facts['command']}`"
             made.setdefault(line, []).append(name)
     yield from (f"- {', '.join(names)}: {line}" for line, names in made.items())
 
@@ -203,6 +180,25 @@ def gpu_commands(figures: dict[str, Any]) -> Iterator[str]:
             "are those of a run without a kill, bit for bit."
         )
     yield ""
+
+
+def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
+    """How many plans of models work, which, and why others do not."""
+    names: dict[str, list[str]] = {}
+    for row in results["plans"]:
+        names.setdefault(row["outcome"], []).append(row["model"])
+    counts = results["counts"]
+    yield "| outcome | configurations | |"
+    yield "|---|---|---|"
+    yield f"| works | {counts['works']} | {', '.join(dict.fromkeys(names['works']))} |"
+    yield f"| refused: experts, latent attention | {counts['refused']} | with the expert axis |"
+    for name, what in (("not built", "takes no token ids alone, or is part of another model"), ("fails", "")):
+        rows = [row for row in results["plans"] if row["outcome"] == name]
+        reasons = ", ".join(
+            f"{row['model']} ({row['why'].split(':', 1)[-1].strip()})" if name == "fails" else row["model"]
+            for row in rows
+        )
+        yield f"| {name}{': ' if what else ''}{what} | {len(rows)} | {reasons} |"
 
 
 def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:

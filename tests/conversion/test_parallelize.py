@@ -82,7 +82,7 @@ class Model(nn.Module):
         self.to(DTYPE)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(layer(x))  # each is called twice: gradients of both calls count
         return self.head(self.norm(x))

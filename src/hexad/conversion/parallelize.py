@@ -128,12 +128,14 @@ class _Work:
         chosen: the plan's entries.
         mesh: of the run.
         shard: of this rank.
+        inputs: of all layers.
     """
 
     module: nn.Module
     chosen: list[Entry]
     mesh: Mesh
     shard: Shard
+    inputs: layers.Inputs
 
     @classmethod
     def of(cls, module: nn.Module, chosen: list[Entry], mesh: Mesh) -> _Work:
@@ -144,12 +146,8 @@ class _Work:
         """
         sequence = any(entry.style == "sequence_parallel" for entry in chosen) and mesh.tensor.size > 1
         first = next(module.parameters()).dtype
-        work = cls(
-            module,
-            _with_ties(module, chosen),
-            mesh,
-            Shard({"tensor": mesh.tensor}, sequence, first, mesh.device),
-        )
+        shard = Shard({"tensor": mesh.tensor}, sequence, first, mesh.device)
+        work = cls(module, _with_ties(module, chosen), mesh, shard, layers.Inputs(shard))
         for entry in work.chosen:
             work._check(entry)
         _check_sharing(module, work.chosen)
@@ -236,7 +234,7 @@ class _Work:
                 self._convert(entry, self.module.get_submodule(entry.name), done)
 
     def _become(self, module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-        layers.convert(module, kind, self.shard, mesh=self.mesh, **attributes)
+        layers.convert(module, kind, self.shard, mesh=self.mesh, inputs=self.inputs, **attributes)
 
     def _sum(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return regions.summed(output, self.shard.tensor)

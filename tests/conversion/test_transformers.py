@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad import Layout, Mesh, parallelize
+from hexad import HexadError, Layout, Mesh, parallelize
 
 from ..layers import CPU
 from ..pool import Pool
@@ -69,3 +69,22 @@ def test_layers_with_one_input_send_once(pool: Pool) -> None:
     and up, one for the head; its logits are gathered once."""
     for calls in pool.run(2, collectives, Kind("llama", USUAL["llama"])):
         assert calls == {"all_reduce": 1 + 2 * 3 + 2 * 3 + 1, "all_gather": 1}
+
+
+def refusal(kind: Kind) -> str:
+    world = dist.get_world_size()
+    with pytest.raises(HexadError) as caught:
+        parallelize(kind.build(), Mesh.create(Layout(world=world, tensor=world), CPU))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "world", "message"),
+    [
+        ("gpt_neox", 3, "query_key_value is colwise: found 4 heads of 24 features, which do not divide by 3"),
+        ("llama", 4, "k_proj is colwise: found 2 heads of 8 features, which do not divide by 4 tensor ranks"),
+    ],
+)
+def test_heads_stay_whole(folder: str, world: int, message: str, pool: Pool) -> None:
+    for said in pool.run(world, refusal, Kind(folder, USUAL[folder])):
+        assert message in said

@@ -200,9 +200,10 @@ class _Work:
         if size % parts and entry.style != "colwise_gather_output":
             raise self._divides_not(entry, size, what)
         width = getattr(parent, "head_dim", getattr(parent, "head_size", None))
-        if entry.style == "colwise" and isinstance(width, int) and width > 0 and size % width == 0:
-            heads = size // width
-            if heads % self.ranks:
+        if entry.style == "colwise" and isinstance(width, int) and width > 0:
+            width *= 3 if entry.name.endswith(".query_key_value") else 1  # of one head after the other
+            heads, rest = divmod(size, width)
+            if not rest and heads % self.ranks:
                 raise self._divides_not(entry, heads, f"heads of {width} features")
 
     def _check_embedding(self, entry: Entry, layer: Any) -> None:

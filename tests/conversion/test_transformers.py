@@ -82,9 +82,12 @@ def refusal(kind: Kind) -> str:
     ("folder", "world", "message"),
     [
         ("gpt_neox", 3, "query_key_value is colwise: found 4 heads of 24 features, which do not divide by 3"),
+        ("esmc", 2, "plan: found that of esmc, whose forward pass does not fit it"),
         ("llama", 4, "k_proj is colwise: found 2 heads of 8 features, which do not divide by 4 tensor ranks"),
     ],
 )
-def test_heads_stay_whole(folder: str, world: int, message: str, pool: Pool) -> None:
-    for said in pool.run(world, refusal, Kind(folder, USUAL[folder])):
+def test_plans_that_a_model_does_not_fit_are_refused(
+    folder: str, world: int, message: str, pool: Pool
+) -> None:
+    for said in pool.run(world, refusal, Kind(folder, USUAL.get(folder, "EsmcConfig"))):
         assert message in said

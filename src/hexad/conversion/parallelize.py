@@ -26,6 +26,9 @@ MISSING = {"apertus": {"**.mlp.act_fn": "partial"}}
 """What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
 which each rank sees its features."""
 
+UNFIT = ("doge", "esmc", "neomme")
+"""Types of models that cannot compute with the shards of their own plan, in ``transformers`` neither."""
+
 
 def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
     """Divide a model over the tensor ranks of a mesh, in place; all ranks call this together.
@@ -115,8 +118,13 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
             f"plan: found none, and {type(module).__name__} carries no plan of its own (tp_plan); pass "
             "plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
         )
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    return {**plan, **MISSING.get(str(kind), {})}
+    kind = str(getattr(getattr(module, "config", None), "model_type", ""))
+    if kind in UNFIT:
+        raise HexadError(
+            f"plan: found that of {kind}, whose forward pass does not fit it (transformers' own tensor "
+            "parallel fails too); pass plan={...}, or use data parallel ranks"
+        )
+    return {**plan, **MISSING.get(kind, {})}
 
 
 @dataclass(frozen=True)

@@ -191,14 +191,14 @@ def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
     yield "| outcome | configurations | |"
     yield "|---|---|---|"
     yield f"| works | {counts['works']} | {', '.join(dict.fromkeys(names['works']))} |"
-    yield f"| refused: experts, latent attention | {counts['refused']} | with the expert axis |"
-    for name, what in (("not built", "takes no token ids alone, or is part of another model"), ("fails", "")):
-        rows = [row for row in results["plans"] if row["outcome"] == name]
-        reasons = ", ".join(
-            f"{row['model']} ({row['why'].split(':', 1)[-1].strip()})" if name == "fails" else row["model"]
-            for row in rows
-        )
-        yield f"| {name}{': ' if what else ''}{what} | {len(rows)} | {reasons} |"
+    yield f"| refused: experts, latent attention | {counts['refused']} | come with the expert axis |"
+    others = {
+        "unfit": "refused: the forward pass does not fit the plan, in `transformers` neither",
+        "not built": "not tried: takes no token ids alone, or is part of another model",
+    }
+    for name, what in others.items():
+        models = dict.fromkeys(row["model"] for row in results["plans"] if row["outcome"] == name)
+        yield f"| {what} | {counts[name]} | {', '.join(models)} |"
 
 
 def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:

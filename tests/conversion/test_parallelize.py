@@ -82,7 +82,7 @@ class Model(nn.Module):
         self.to(DTYPE)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(layer(x))  # each is called twice: gradients of both calls count
         return self.head(self.norm(x))
@@ -156,8 +156,8 @@ def test_a_plain_loop_computes_what_one_process_does(tied: bool, world: int, poo
 
 def by_engine(
     tensor: int, zero: int, directory: Path | None, load: Path | None = None
-) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of some steps, of which the state is saved after the last."""
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and gradient norms of some steps, and the weights that they have trained; the state is saved."""
     mesh = mesh_of(tensor)
     model = Model()
     parallelize(model, mesh, PLAN)
@@ -180,11 +180,12 @@ def by_engine(
         engine.reduce()
         norms.append(engine.update(1e-2))
         losses.append(float(total))
+    state = engine.state_dict(exclude_frozen=True)
     if directory is not None:
         checkpointer.save(engine.chunks(), engine.progress())
         checkpointer.wait()
     checkpointer.close()
-    return losses, norms
+    return losses, norms, state
 
 
 MORE = ((2, 2, 0), (4, 2, 2), (4, 2, 3), (6, 3, 1))
@@ -199,11 +200,14 @@ def test_an_engine_computes_what_one_process_does(
 ) -> None:
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    losses, norms = by_engine(1, 0, tmp_path / "one")
+    losses, norms, weights = by_engine(1, 0, tmp_path / "one")
     results = pool.run(world, by_engine, tensor, zero, tmp_path / "many")
-    for _, given in results:
+    for _, given, state in results:
         assert given == pytest.approx(norms, rel=1e-11)
-    means = [sum(step) / tensor for step in zip(*(given for given, _ in results))]
+        assert state.keys() == weights.keys() and "layers.1.down.weight" not in state
+        for name, values in weights.items():
+            torch.testing.assert_close(state[name], values, rtol=1e-9, atol=1e-11)
+    means = [sum(step) / tensor for step in zip(*(given for given, *_ in results))]
     assert means == pytest.approx(losses, rel=1e-11)
     # What many saved one loads, and what one saved many load; the steps that follow agree.
     (one,), (many,) = ((tmp_path / name / "checkpoints").glob("step-*") for name in ("one", "many"))

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad import Engine, Layout, Mesh, load_config
+from hexad import Engine, Layout, Mesh, load_config, parallelize
 from hexad.topology.mesh import new_group
 
 from .. import staged
+from ..conversion.test_parallelize import IN_SEQUENCE, PLAN, InSequence, Model, even, plain_loop
 from ..pool import TIMEOUT, Pool
 from ..small import microbatches
 
@@ -48,8 +49,8 @@ CASES = [
 ]
 
 
-def losses(parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store: str) -> list[float]:
-    """Of a few steps on this rank; the pool's own group is replaced."""
+def joined(gpus: int, store: str) -> tuple[torch.device, int]:
+    """This rank's device, and the size of the world; the pool's own group is replaced."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     device = torch.device("cuda", rank % gpus)
@@ -64,6 +65,12 @@ def losses(parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store
             timeout=timedelta(seconds=TIMEOUT),
             device_id=device if gpus > 1 else None,
         )
+    return device, world
+
+
+def losses(parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store: str) -> list[float]:
+    """Of a few steps on this rank."""
+    device, world = joined(gpus, store)
     config = load_config(
         {
             "run": {"compile": compiled},
@@ -125,3 +132,28 @@ def test_two_ranks(
     store = str(tmp_path / "store")
     for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, compiled, gpus, store):
         assert of_rank == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)
+
+
+DIVIDED = {"layers": (Model, PLAN), "in sequence": (InSequence, IN_SEQUENCE)}
+
+
+def losses_of_divided(kind: str, autocast: bool, gpus: int, store: str) -> list[float]:
+    """Of a user's model in a plain loop on this rank."""
+    device, world = joined(gpus, store)
+    make, plan = DIVIDED[kind]
+    with device:
+        model = make().to(device)
+        parallelize(model, Mesh.create(Layout(world=world, tensor=world), device), plan)
+        if autocast:
+            model.float()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return plain_loop(model, lambda batch: [part.to(device) for part in even(batch)])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_divided_model(kind: str, autocast: bool, pool: Pool, tmp_path: Any) -> None:
+    gpus = min(2, torch.cuda.device_count())
+    (wanted,) = pool.run(1, losses_of_divided, kind, autocast, 1, "")
+    for of_rank in pool.run(2, losses_of_divided, kind, autocast, gpus, str(tmp_path / "store")):
+        assert of_rank == pytest.approx(wanted, rel=2e-2 if autocast else 1e-9)

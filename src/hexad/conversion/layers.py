@@ -6,8 +6,8 @@ its class one that computes with them (:func:`convert`), which is also a subclas
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
@@ -17,14 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexad.comm import all_gather
-from hexad.config import HexadError
 from hexad.parallel.contributions import attached
 from hexad.parallel.inventory import Parameter, Position
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor import regions
-from hexad.parallel.tensor.embedding import embed
-from hexad.parallel.tensor.linear import column_linear, row_linear
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -35,9 +32,11 @@ class Converted(ShardedModule):
 
     Attributes:
         mesh: of the run.
+        inputs: of all layers of the model.
     """
 
     mesh: Mesh
+    inputs: Inputs
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -154,34 +153,36 @@ def sum_gradient(parameter: nn.Parameter, shard: Shard) -> None:
         parameter.register_hook(hook)
 
 
-def _in_common_format(x: Tensor, *weights: Tensor | None) -> tuple[AbstractContextManager[Any], list[Any]]:
-    """Under autocast: the operands in its format, and a context without it."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:  # which autocast leaves as it is
-        return nullcontext(), [x, *weights]
-    dtype = torch.get_autocast_dtype(kind)
-    cast = [None if tensor is None else tensor.to(dtype) for tensor in (x, *weights)]
-    return torch.autocast(kind, enabled=False), cast
+class Inputs:
+    """The input of linear layers that are called with one tensor, one after the other (queries, keys and
+    values; gate and up): made ready once, so that its gradient is summed, and in sequence parallel its tokens
+    are gathered, once.
 
+    Args:
+        shard: of this rank.
+    """
 
-def _rows(x: Tensor, sequence: bool) -> Tensor:
-    """``[..., h]`` -> ``[tokens, h]``; in sequence parallel ``[batch, tokens, h]``, by position first: the
-    ranks' tokens are runs of positions."""
-    if sequence:
-        if x.dim() != 3:
-            raise HexadError(
-                f"sequence_parallel: found an input of shape {tuple(x.shape)}; expected three dims"
-            )
-        x = x.transpose(0, 1)
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
+    def ready(self, x: Tensor) -> Tensor:
+        """All tokens of ``x``, the same on all ranks, whose gradient is a sum over them."""
+        axis, recorded = self._shard.tensor, torch.is_grad_enabled() and x.requires_grad
+        if not recorded or torch.compiler.is_compiling():
+            return self._whole(x, axis)
+        last = self._last
+        if last is None or last[0]() is not x or last[1] != x._version:
+            made = self._whole(x, axis)
+            made.register_hook(self._forget)  # the backward pass needs no further copy
+            self._last = last = weakref.ref(x), x._version, made
+        return last[2]
 
-def _restored(y: Tensor, shape: torch.Size, sequence: bool) -> Tensor:
-    """The inverse of :func:`_rows` for an input of this shape; in sequence parallel there may be another
-    number of positions."""
-    if sequence:
-        return y.unflatten(0, (-1, shape[0])).transpose(0, 1)
-    return y.reshape(*shape[:-1], y.shape[-1])
+    def _whole(self, x: Tensor, axis: Axis) -> Tensor:
+        return regions.gathered_tokens(x, axis) if self._shard.sequence else regions.copied(x, axis)
+
+    def _forget(self, _: Tensor) -> None:
+        self._last = None
 
 
 class ColumnLinear(Converted, nn.Linear):
@@ -196,14 +197,8 @@ class ColumnLinear(Converted, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features (/ size)]``; in sequence parallel ``[batch, tokens /
         size, in_features]`` -> ``[batch, tokens, ...]``."""
-        plain, (x, weight, bias) = _in_common_format(input, self.weight, self.bias)
-        sequence = self.shard.sequence
-        with plain:
-            y = column_linear(_rows(x, sequence), weight, bias, self.shard)
-            y = _restored(y, input.shape, sequence)
-            return (
-                regions.gathered_last(y, self.shard.tensor)[..., : self.out_features] if self.gathers else y
-            )
+        y = F.linear(self.inputs.ready(input), self.weight, self.bias)
+        return regions.gathered_last(y, self.shard.tensor)[..., : self.out_features] if self.gathers else y
 
 
 class RowLinear(Converted, nn.Linear):
@@ -221,16 +216,15 @@ class RowLinear(Converted, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features (/ size)]`` -> ``[..., out_features]``; in sequence parallel ``[batch, tokens,
         ...]`` -> ``[batch, tokens / size, out_features]``."""
+        axis = self.shard.tensor
         weights = [self.weight, self.weight_1] if self.second else [self.weight]
-        plain, (x, bias, *weights) = _in_common_format(input, self.bias, *weights)
-        sequence = self.shard.sequence
-        with plain:
-            inputs = x.chunk(len(weights), dim=-1)
-            if self.splits:
-                inputs = tuple(regions.split_last(part, self.shard.tensor) for part in inputs)
-            parts = [row_linear(_rows(x, sequence), w, self.shard) for x, w in zip(inputs, weights)]
-            y = _restored(sum(parts[1:], start=parts[0]), input.shape, sequence)
-            return y if bias is None else y + bias
+        inputs = input.chunk(len(weights), dim=-1)
+        if self.splits:
+            inputs = tuple(regions.split_last(part, axis) for part in inputs)
+        first, *others = (F.linear(part, weight) for part, weight in zip(inputs, weights))
+        partial = sum(others, start=first)
+        y = regions.summed_tokens(partial, axis) if self.shard.sequence else regions.summed(partial, axis)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast computes in fewer bits
 
 
 class RowEmbedding(Converted, nn.Embedding):
@@ -239,21 +233,15 @@ class RowEmbedding(Converted, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., embedding_dim]``; in sequence parallel ``[batch, tokens]`` -> ``[batch,
         tokens / size, embedding_dim]``."""
-        sequence = self.shard.sequence
-        tokens = input.t() if sequence else input
-        y = embed(tokens.flatten(), self.weight, self.shard)
-        y = y.unflatten(0, (-1, *tokens.shape[1:])) if tokens.dim() else y[0]
-        y = y.transpose(0, 1) if sequence else y
-        return self._without_padding(input, y)
-
-    def _without_padding(self, input: Tensor, y: Tensor) -> Tensor:
-        """No gradient for the padding's row."""
-        if self.padding_idx is None or not y.requires_grad:
-            return y
-        padding = input == self.padding_idx
-        if self.shard.sequence:
-            padding = padding.chunk(self.shard.tensor.size, dim=1)[self.shard.tensor.rank]
-        return torch.where(padding[..., None], y.detach(), y)
+        axis, count = self.shard.tensor, len(self.weight)
+        first = axis.rank * count
+        rows = input - first
+        elsewhere = (rows < 0) | (rows >= count)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < count else None
+        partial = F.embedding(rows.masked_fill(elsewhere, 0), self.weight, padding)
+        partial = partial.masked_fill(elsewhere[..., None], 0)
+        return regions.summed_tokens(partial, axis) if self.shard.sequence else regions.summed(partial, axis)
 
 
 class ColumnEmbedding(Converted, nn.Embedding):

@@ -26,6 +26,9 @@ MISSING = {"apertus": {"**.mlp.act_fn": "partial"}}
 """What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
 which each rank sees its features."""
 
+UNFIT = ("doge", "esmc", "neomme")
+"""Types of models that cannot compute with the shards of their own plan, in ``transformers`` neither."""
+
 
 def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
     """Divide a model over the tensor ranks of a mesh, in place; all ranks call this together.
@@ -115,8 +118,13 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
             f"plan: found none, and {type(module).__name__} carries no plan of its own (tp_plan); pass "
             "plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
         )
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    return {**plan, **MISSING.get(str(kind), {})}
+    kind = str(getattr(getattr(module, "config", None), "model_type", ""))
+    if kind in UNFIT:
+        raise HexadError(
+            f"plan: found that of {kind}, whose forward pass does not fit it (transformers' own tensor "
+            "parallel fails too); pass plan={...}, or use data parallel ranks"
+        )
+    return {**plan, **MISSING.get(kind, {})}
 
 
 @dataclass(frozen=True)
@@ -128,12 +136,14 @@ class _Work:
         chosen: the plan's entries.
         mesh: of the run.
         shard: of this rank.
+        inputs: of all layers.
     """
 
     module: nn.Module
     chosen: list[Entry]
     mesh: Mesh
     shard: Shard
+    inputs: layers.Inputs
 
     @classmethod
     def of(cls, module: nn.Module, chosen: list[Entry], mesh: Mesh) -> _Work:
@@ -144,12 +154,8 @@ class _Work:
         """
         sequence = any(entry.style == "sequence_parallel" for entry in chosen) and mesh.tensor.size > 1
         first = next(module.parameters()).dtype
-        work = cls(
-            module,
-            _with_ties(module, chosen),
-            mesh,
-            Shard({"tensor": mesh.tensor}, sequence, first, mesh.device),
-        )
+        shard = Shard({"tensor": mesh.tensor}, sequence, first, mesh.device)
+        work = cls(module, _with_ties(module, chosen), mesh, shard, layers.Inputs(shard))
         for entry in work.chosen:
             work._check(entry)
         _check_sharing(module, work.chosen)
@@ -202,9 +208,10 @@ class _Work:
         if size % parts and entry.style != "colwise_gather_output":
             raise self._divides_not(entry, size, what)
         width = getattr(parent, "head_dim", getattr(parent, "head_size", None))
-        if entry.style == "colwise" and isinstance(width, int) and width > 0 and size % width == 0:
-            heads = size // width
-            if heads % self.ranks:
+        if entry.style == "colwise" and isinstance(width, int) and width > 0:
+            width *= 3 if entry.name.endswith(".query_key_value") else 1  # of one head after the other
+            heads, rest = divmod(size, width)
+            if not rest and heads % self.ranks:
                 raise self._divides_not(entry, heads, f"heads of {width} features")
 
     def _check_embedding(self, entry: Entry, layer: Any) -> None:
@@ -236,7 +243,7 @@ class _Work:
                 self._convert(entry, self.module.get_submodule(entry.name), done)
 
     def _become(self, module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-        layers.convert(module, kind, self.shard, mesh=self.mesh, **attributes)
+        layers.convert(module, kind, self.shard, mesh=self.mesh, inputs=self.inputs, **attributes)
 
     def _sum(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return regions.summed(output, self.shard.tensor)

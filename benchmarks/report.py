@@ -83,7 +83,7 @@ def gpu(steps: dict[str, Any]) -> Iterator[str]:
         if name in figures:
             facts = steps[name]["facts"]
             device = next(value for key, value in facts.items() if key.startswith("name,")).split(", ")
-            software = f"torch {facts['torch']}, NCCL {facts['nccl']}, Hexad at {facts['commit']}"
+            software = f"torch {facts['torch']}, NCCL {facts['nccl']}, Hexad at {facts.get('commit', '?')}"
             line = f"{device[0]}, driver {device[2]}, {facts['machine']}; {software}: `{facts['command']}`"
             made.setdefault(line, []).append(name)
     yield from (f"- {', '.join(names)}: {line}" for line, names in made.items())
@@ -102,14 +102,21 @@ def gpu_models(figures: dict[str, Any]) -> Iterator[str]:
             rows.append([*cells, f"{row['launches']:.0f}"])
     columns = "model | program | sequences | ms | tokens/s | MFU | GiB predicted | GiB | launches"
     yield from _table(columns, rows)
+    rows = [
+        [row["model"], row["kind"], f"{row['predicted_ms']:.0f}", f"{row['measured_ms']:.0f}"]
+        for row in figures.get("roofline", [])
+        if "predicted_ms" in row
+    ]
+    yield from _table("of Hexad's steps | kernels | ms by the roofline | ms measured", rows)
 
 
 def gpu_ceilings(figures: dict[str, Any]) -> Iterator[str]:
     """Products, from the slowest to the fastest weight of a model and tensor degree; attention; copies."""
     rows = []
     kinds = ("forward", "input_gradient", "weight_gradient")
-    for key in dict.fromkeys((row["model"], row["tensor"]) for row in figures["matrix_products"]):
-        shapes = [row for row in figures["matrix_products"] if (row["model"], row["tensor"]) == key]
+    products = figures.get("matrix_products", [])
+    for key in dict.fromkeys((row["model"], row["tensor"]) for row in products):
+        shapes = [row for row in products if (row["model"], row["tensor"]) == key]
         rates = [[row[f"{kind}_tflops"] for row in shapes] for kind in kinds]
         rows.append([key[0], str(key[1]), *(f"{min(rate):.0f} to {max(rate):.0f}" for rate in rates)])
     yield from _table("products of | tensor | forward, TFLOP/s | input gradient | weight gradient", rows)
@@ -121,11 +128,11 @@ def gpu_ceilings(figures: dict[str, Any]) -> Iterator[str]:
                 *(row["model"], f"{row['tokens']:,}", row["kernel"], f"{row['forward_tflops']:.0f}"),
                 *(f"{row['backward_tflops']:.0f}", f"{row['both_ms']:.2f}"),
             ]
-            for row in figures["attention"]
+            for row in figures.get("attention", [])
             if "both_ms" in row
         ),
     )
-    copies = (f"{row['copy']} {row['tb_per_second']:.3g} TB/s" for row in figures["copies"])
+    copies = (f"{row['copy']} {row['tb_per_second']:.3g} TB/s" for row in figures.get("copies", []))
     yield f"Copies: {', '.join(copies)}."
     yield ""
     forms = figures.get("weight_gradient_forms", [])
@@ -159,7 +166,7 @@ def gpu_nccl(figures: dict[str, Any]) -> Iterator[str]:
 def gpu_one_rank(figures: dict[str, Any]) -> Iterator[str]:
     """A row per ZeRO level."""
     rows = []
-    for row in figures["ranks"]:
+    for row in (row for row in figures["ranks"] if "step_ms" in row):
         cells = [str(row["zero"]), row["layout"], str(row["layers"]), f"{row['step_ms']:.0f}"]
         cells += [f"{row['busy_ms']:.0f}" if "busy_ms" in row else "", f"{row['mfu_of_its_layers']:.3f}"]
         cells += [f"{row[name]:.2f}" for name in ("predicted_gib", "allocated_gib")]

@@ -141,13 +141,11 @@ def losses_of_divided(kind: str, autocast: bool, gpus: int, store: str) -> list[
     """Of a user's model in a plain loop on this rank."""
     device, world = joined(gpus, store)
     make, plan = DIVIDED[kind]
-    with device:
-        model = make().to(device)
-        parallelize(model, Mesh.create(Layout(world=world, tensor=world), device), plan)
-        if autocast:
-            model.float()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            return plain_loop(model, lambda batch: [part.to(device) for part in even(batch)])
+    model = parallelize(make(), Mesh.create(Layout(world=world, tensor=world), device), plan)
+    if autocast:
+        model.float()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        return plain_loop(model, lambda batch: [part.to(device) for part in even(batch)])
 
 
 @pytest.mark.parametrize("autocast", [False, True])

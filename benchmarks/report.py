@@ -201,7 +201,7 @@ def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
     yield f"| refused: experts, latent attention | {counts['refused']} | come with the expert axis |"
     others = {
         "unfit": "refused: the forward pass does not fit the plan, in `transformers` neither",
-        "not built": "not tried: takes no token ids alone, or is part of another model",
+        "not built": "not tried: takes no token ids alone, cannot be made small, or is part of another model",
     }
     for name, what in others.items():
         models = dict.fromkeys(row["model"] for row in results["plans"] if row["outcome"] == name)

@@ -17,7 +17,8 @@ from typing import Any
 
 MAX_RANKS = 8
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn", "hexad.engine.engine", "hexad.training.loop"]
-"""What the server imports; nothing in it starts threads."""
+PRELOADED += ["lightning.pytorch"]
+"""What the server imports, if it is installed; nothing in it starts threads."""
 TIMEOUT = 120.0
 
 

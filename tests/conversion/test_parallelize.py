@@ -138,6 +138,10 @@ def in_a_plain_loop(tied: bool, plan: dict[str, str]) -> tuple[list[float], dict
         for parameter in model.parameters():
             nn.init.ones_(parameter)
     parallelize(model, mesh_of(dist.get_world_size()), plan)
+    with pytest.raises(HexadError, match="divided already"):
+        parallelize(model, mesh_of(dist.get_world_size()), plan)
+    model.requires_grad_(False)
+    model = copy.deepcopy(model).requires_grad_()  # gradients of copies are complete too
     losses = plain_loop(model, lambda batch: list(batch.split(2)))
     return losses, model.state_dict()
 
@@ -300,6 +304,8 @@ def halves(autocast: bool) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     y.square().sum().backward()
     again = copy.deepcopy(model)
     again.load_state_dict({name: value + 1 for name, value in state.items()})
+    with pytest.raises(RuntimeError, match=r"0.bias: found shape \(4,\), the model has \(8,\)|size mismatch"):
+        again.load_state_dict({**state, "0.bias": torch.zeros(4)})
     saved = model.state_dict()
     assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
     return y.detach(), x.grad, saved, again(x.detach()).detach()
@@ -352,9 +358,25 @@ class Odd(nn.Linear):
         return F.linear(input, self.weight) * 2
 
 
+class Between(Odd):
+    """Calls a class that does not call ``torch.nn.Linear``'s."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / self.weight.norm()
+
+
 class Misfits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.between, self.scaled, self.named = Between(6, 6), Scaled(6, 6), nn.Linear(6, 6)
+        self.named.gathers = True
+        self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.norm, self.good = nn.LayerNorm(6), nn.Embedding(8, 6)
         self.linear, self.other, self.table = nn.Linear(6, 5), Odd(6, 6), nn.Embedding(7, 6, max_norm=1.0)
         self.shared, self.alias = nn.Linear(6, 6), nn.Linear(6, 6)
         self.alias.weight = self.shared.weight
@@ -380,19 +402,35 @@ REFUSED = {
         {"linear": "column"},
         r"plan: linear is colwise: found 5 outputs, which do not divide by 2 tensor",
     ),
-    "kind": ({"table": "column"}, r"plan: table is colwise: found a Embedding; expected a torch.nn.Linear"),
-    "forward": ({"other": "column"}, r"plan: other is colwise: found a Odd; expected a torch.nn.Linear"),
+    "kind": ({"table": "column"}, r"plan: table is colwise: found Embedding; expected torch.nn.Linear"),
+    "forward": ({"other": "column"}, r"plan: other is colwise: found Odd; expected torch.nn.Linear"),
     "option": ({"table": "vocab"}, r"plan: table is embedding_rowwise: found max_norm"),
     "shared": (
         {"shared": "column"},
         r"plan: shared is colwise: found a weight that shared shares|that alias shares",
     ),
-    "attention": ({"attention.out_proj": "row"}, r"plan: attention.out_proj is rowwise: found "),
+    "attention": (
+        {"attention.out_proj": "row"},
+        r"plan: attention.out_proj is rowwise: found (part of a|NonDyn)",
+    ),
     "heads": (
         {"heads.q_proj": "column"},
         r"found 3 heads of 2 features, which do not divide by 2 tensor ranks",
     ),
     "none": ({}, r"plan: found none for Misfits"),
+    "text": ("auto", r"plan: found 'auto', expected a mapping"),
+    "between": ({"between": "column"}, r"found Between; expected torch.nn.Linear"),
+    "scaled": ({"scaled": "row"}, r"found Scaled; expected torch.nn.Linear"),
+    "attribute": ({"named": "column"}, r"found an attribute 'gathers'"),
+    "computed": ({"good": "vocab", "computed": "column"}, r"found a weight that is computed"),
+    "parameter": ({"named.weight": "colwise"}, r"found a layer's parameter; name the layer"),
+    "container": ({"heads": "partial"}, r"found Module without parameters; name what is inside it"),
+    "no embedding": ({"norm": "sequence"}, r"found sequence_parallel without an embedding; give .* 'vocab'"),
+    "nothing": ({"norm": "sequence", "good": "vocab"}, r"sequence_parallel and nothing for between.weight"),
+    "split": (
+        {"norm": "sequence", "scaled": "row_split"},
+        r"rowwise_split_input: found with sequence_parallel",
+    ),
 }
 
 
@@ -421,3 +459,28 @@ def test_an_undivided_model_is_clipped_as_by_torch() -> None:
     )
     for name, parameter in other.named_parameters():
         torch.testing.assert_close(one.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=0)
+
+
+def with_context() -> str:
+    with pytest.raises(HexadError) as caught:
+        parallelize(Model(), mesh_of(context=2), PLAN)
+    return str(caught.value)
+
+
+def test_context_ranks_are_refused(pool: Pool) -> None:
+    assert pool.run(2, with_context)[0].startswith("mesh: found 2 context ranks")
+
+
+def beyond() -> list[str]:
+    model = parallelize(Model(), mesh_of(2), PLAN)
+    said = []
+    for index in (-1, VOCAB):
+        with pytest.raises(IndexError) as caught:
+            model(torch.full((1, 2), index))
+        said.append(str(caught.value))
+    return said
+
+
+def test_indices_outside_a_table_are_an_error(pool: Pool) -> None:
+    wanted = [f"found the index {index} in a table of {VOCAB}" for index in (-1, VOCAB)]
+    assert pool.run(2, beyond) == [wanted, wanted]

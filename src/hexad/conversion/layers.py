@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor import regions
 from hexad.topology.mesh import Axis, Mesh
 
-Module = TypeVar("Module", bound=nn.Module)
+ATTRIBUTES = ("shard", "declarations", "mesh", "inputs", "gathers", "splits", "second")
+"""What divided modules have besides their own."""
 
 
 class Converted(ShardedModule):
@@ -38,6 +39,14 @@ class Converted(ShardedModule):
     mesh: Mesh
     inputs: Inputs
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's. In a plain loop the gradients are summed of which each tensor rank has a part."""
+        for name, declaration in self.declarations.items():
+            parameter = self._parameters[name] if declaration.weights[0].partial else None
+            if parameter is not None and parameter.requires_grad and not hasattr(parameter, "sums_gradient"):
+                sum_gradient(parameter, self.shard)
+        return super().__call__(*args, **kwargs)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for weight, parts in self._by_weight().items() if not keep_vars else ():
@@ -46,11 +55,20 @@ class Converted(ShardedModule):
             destination[f"{prefix}{weight}"] = self._complete(parts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        errors: list[str] = others[-1]
         for weight, parts in self._by_weight().items():
-            whole = state_dict.get(f"{prefix}{weight}")
-            rectangle = next(iter(parts.values())).pieces(self.shard.positions)[0][1]
-            if whole is not None and tuple(whole.shape) == rectangle.shape:
+            key = f"{prefix}{weight}"
+            whole, rectangle = (
+                state_dict.get(key),
+                next(iter(parts.values())).pieces(self.shard.positions)[0][1],
+            )
+            if whole is None:
+                continue
+            if tuple(whole.shape) == rectangle.shape:
                 state_dict |= {f"{prefix}{name}": self._part(whole, name, parts[name]) for name in parts}
+            else:
+                errors.append(f"{key}: found shape {tuple(whole.shape)}, the model has {rectangle.shape}")
+                state_dict |= {f"{prefix}{name}": self.get_parameter(name) for name in parts}
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _by_weight(self) -> dict[str, dict[str, Parameter]]:
@@ -138,19 +156,19 @@ def declare(
         shape = declaration.local_shape(module.shard.positions)
         part = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
         parameter.data = part if whole.is_meta else fill(part, whole, declaration, module.shard)
-    if weights[0].partial:
-        sum_gradient(parameter, module.shard)
 
 
 def sum_gradient(parameter: nn.Parameter, shard: Shard) -> None:
     """Sum the gradient of a parameter, of which each tensor rank computes a part, in a plain loop; an engine
     does so once per step."""
+    reference = weakref.ref(parameter)
 
     def hook(gradient: Tensor) -> Tensor:
-        return gradient if attached(parameter) else regions.total(gradient, shard.tensor)
+        known = reference()
+        return gradient if known is None or attached(known) else regions.total(gradient, shard.tensor)
 
-    if parameter.requires_grad:
-        parameter.register_hook(hook)
+    parameter.register_hook(hook)
+    parameter.sums_gradient = True  # type: ignore[attr-defined]  # copies of it lack this, and the hook
 
 
 class Inputs:
@@ -235,6 +253,12 @@ class RowEmbedding(Converted, nn.Embedding):
         tokens / size, embedding_dim]``."""
         axis, count = self.shard.tensor, len(self.weight)
         first = axis.rank * count
+        if input.device.type == "cpu" and input.numel():  # a GPU's kernel would have to be waited for
+            low, high = (int(number) for number in input.aminmax())
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"found the index {low if low < 0 else high} in a table of {self.num_embeddings}"
+                )
         rows = input - first
         elsewhere = (rows < 0) | (rows >= count)
         padding = None if self.padding_idx is None else self.padding_idx - first

@@ -23,7 +23,7 @@ from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, tra
 from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
-from .language import LanguageModel, compute
+from .language import LanguageModel, Work, compute
 from .losses import Loss, OwnLoss
 from .modules import Compute, Ties, checked, compute_of_modules, with_common_dtype
 from .state import Heap, State
@@ -57,7 +57,8 @@ class Engine(State):
             needed where the pipeline has several ranks.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
-            settings; AdamW with ``config.optimizer`` by default.
+            settings and learning rates, or a function of this rank's stages, by number, that returns one;
+            AdamW with ``config.optimizer`` by default, also where the function returns None.
         ties: users' parameters that several stages have alike, see :data:`hexad.engine.modules.Ties`.
         loss: in place of the configured model's, a function or a module (whose parameters are trained), see
             :mod:`hexad.engine.losses`.
@@ -88,7 +89,7 @@ class Engine(State):
         boundary: Boundary | None = None,
         initialise: bool = True,
         training: bool = True,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[Mapping[int, nn.Module]], Any] | None = None,
         ties: Ties | None = None,
         loss: Loss | nn.Module | None = None,
     ) -> None:
@@ -110,6 +111,8 @@ class Engine(State):
             self._compute = compute_of_modules(compute, config.precision.dtype)
             self._boundary = boundary
         described = self.language is not None
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(self.stages)
         super().__init__(self.stages, self.plan, self.config, self.mesh, training, described, optimizer, ties)
         self.step = self.updates = self.samples = 0
         self._length = self.config.complete_steps
@@ -251,7 +254,7 @@ class Engine(State):
         """
         if not self._reduced:
             raise HexadError("update: found no reduced gradients; call begin, accumulate and reduce before")
-        own = self.optimizer.rule.has_rate
+        own = self.optimizer.rule.rate is not None
         if own != (lr is None) or not (lr is None or (isinstance(lr, int | float) and 0 <= lr < math.inf)):
             expected = "None: the optimizer's groups have rates" if own else "a number that is not negative"
             raise HexadError(f"update: found lr {lr!r}, expected {expected}")
@@ -292,6 +295,13 @@ class Engine(State):
             HexadError: no microbatch, no target token, different numbers of microbatches, others on the ranks
                 of one data rank, or token ids outside the vocabulary.
         """
+        return self.start_step(microbatches, record, divisor)()
+
+    def start_step(
+        self, microbatches: Sequence[Microbatch], record: bool = False, divisor: int | None = None
+    ) -> Callable[[], StepResult]:
+        """The part of :meth:`train_step` up to the reduced gradients; returns a function that does the
+        rest."""
         language = self._language()
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
@@ -302,17 +312,23 @@ class Engine(State):
             self.after_passes()
         losses = language.start_summing(total, work.auxiliary)
         self.reduce()
-        losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
-        rates = self._rates(work.sequences * self.mesh.data.size)
+        return partial(self._finish_step, work, all_reduce_async(losses.wait(), self.mesh.pipeline))
+
+    def _finish_step(self, work: Work, losses: Pending) -> StepResult:
+        """Clip and update with reduced gradients."""
+        own = self.optimizer.rule.rate
+        rates = self._rates(work.sequences * self.mesh.data.size) if own is None else None
         targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale
         veto = None if limit is None else self._veto(losses, limit * targets)
         norm, updated, sums = self._update(rates, veto, targets / work.divisor, losses.wait())
         self.samples += work.sequences * self.mesh.data.size
-        loss, auxiliary = sums[0] / targets, language.means(sums[1:], len(work.tasks))
+        loss, auxiliary = sums[0] / targets, self._language().means(sums[1:], len(work.tasks))
         fault = self._fault(norm, updated)
         self.guard.record(self.step, loss, updated, fault)
+        lr = own if rates is None else rates.lr
+        assert lr is not None
         return StepResult(
-            self.step, loss, norm, rates.lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
+            self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
         )
 
     def announce(self, microbatches: Sequence[Microbatch]) -> None:

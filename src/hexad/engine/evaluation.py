@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from hexad.checkpoint.base import load_model_weights
 from hexad.comm import agreed, all_reduce
 from hexad.config import Config
-from hexad.dataset.load.loader import DataLoader, loader_from_config
+from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.dataset.text.token_bytes import token_bytes
 from hexad.dataset.text.tokenizer import Tokenizer
@@ -116,25 +116,37 @@ class ValidationSets:
             progress: called after each batch with the set's name, the samples done and all samples.
         """
         progress = progress or (lambda *_: None)
-        return {
-            name: self._score(engine, loader, batches, partial(progress, name))
-            for name, loader in self._loaders.items()
-        }
+        return {name: self._score(engine, name, batches, partial(progress, name)) for name in self._loaders}
 
-    def _score(
-        self, engine: Engine, loader: DataLoader, batches: int | None, progress: Callable[[int, int], None]
-    ) -> Score:
+    @property
+    def names(self) -> list[str]:
+        """Of the data sets."""
+        return list(self._loaders)
+
+    def batches(self, name: str, most: int | None = None) -> Iterator[list[Microbatch]]:
+        """This data rank's microbatches of the global batches of a set, from its first sample on; ``most`` as
+        ``batches`` of :meth:`scores`."""
+        loader = self._loaders[name]
         size = loader.global_batch
-        end = loader.samples if batches is None else batches * size
-        loss_sum, targets, count = 0.0, 0, 0
+        end = loader.samples if most is None else most * size
         for first in range(0, end, size):
             batch = loader.step(first)
             if first + size > end:
                 batch = [self._cut(microbatch, first, number, end) for number, microbatch in enumerate(batch)]
+            yield batch
+
+    def _score(
+        self, engine: Engine, name: str, most: int | None, progress: Callable[[int, int], None]
+    ) -> Score:
+        loader = self._loaders[name]
+        size = loader.global_batch
+        end = loader.samples if most is None else most * size
+        loss_sum, targets, count = 0.0, 0, 0
+        for number, batch in enumerate(self.batches(name, most), 1):
             batch_sum, batch_targets = engine.evaluate(batch)
             loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
             count += sum(map(self._count, batch))
-            progress(min(first + size, end), end)
+            progress(min(number * size, end), end)
         total = torch.tensor(count, dtype=torch.int64, device=self._mesh.device)
         total = all_reduce(total, self._mesh.gradient_axis())
         return Score(loss_sum, targets, None if self._bytes is None else int(total))

@@ -21,7 +21,7 @@ class StepResult:
         step: its number, counted from 1.
         loss: mean cross-entropy per target token over the global batch before the update, in nats.
         grad_norm: global gradient norm before clipping.
-        lr: learning rate applied.
+        lr: learning rate applied; of an optimizer with groups that of the first.
         targets: target tokens in the global batch.
         pairs: pairs of tokens of one document in the global batch, see :meth:`Microbatch.pairs`.
         skipped: the gradient was not finite, or the loss a spike, and nothing was updated.

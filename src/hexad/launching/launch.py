@@ -228,6 +228,28 @@ def compiled_alike(config: Config, mesh: Mesh) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"compile": "none"})})
 
 
+def resolved_alike(config: Config, mesh: Mesh) -> Resolved:
+    """A checked configuration with a number for every ``auto``, the same on all ranks, which call this
+    together.
+
+    Raises:
+        AgreedError: it does not fit a rank's device or files, or ranks differ in what they were given.
+    """
+    # Hosts may have different devices, and read files of their own: agreed, not each for itself.
+    agreed(lambda: check_device(config, mesh.device), mesh.world)
+    common = with_common_dtype(compiled_alike(config, mesh), mesh)
+    resolved = agreed(lambda: resolve(common, mesh.layout), mesh.world)
+    # Nothing later would notice a difference.
+    identical("torch", str(torch.__version__), mesh.world)
+    identical("settings", resolved.config.model_dump(mode="json", by_alias=True), mesh.world)
+    if config.parallel.schedule.endswith(".json"):
+        content = Path(config.parallel.schedule).read_bytes()
+        digest = sha256(content).hexdigest()[:12]
+        identical("parallel.schedule's file", f"one with SHA-256 {digest}", mesh.world)
+    warn_of_one_queue(mesh)
+    return resolved
+
+
 @contextmanager
 def launch(config: Config) -> Iterator[Run]:
     """Join the world, check the configuration against it, build the mesh; leave the world afterwards.
@@ -268,17 +290,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
     try:
         with _meeting():
             mesh = Mesh.create(layout, device, config.run.timeout, Trace())
-        # Hosts may have different devices, and read files of their own: agreed, not each for itself.
-        agreed(lambda: check_device(config, device), mesh.world)
-        config = with_common_dtype(compiled_alike(config, mesh), mesh)
-        run = Run(mesh, here, agreed(lambda: resolve(config, layout), mesh.world))
-        # Nothing later would notice a difference.
-        run.identical("torch", str(torch.__version__))
-        run.identical("settings", run.resolved.config.model_dump(mode="json", by_alias=True))
-        if config.parallel.schedule.endswith(".json"):
-            content = Path(config.parallel.schedule).read_bytes()
-            run.identical("parallel.schedule's file", f"one with SHA-256 {sha256(content).hexdigest()[:12]}")
-        warn_of_one_queue(mesh)
+        run = Run(mesh, here, resolved_alike(config, mesh))
         yield run
     except CommError:
         # Peers are gone. An orderly end would wait for collectives that they will never join; the process

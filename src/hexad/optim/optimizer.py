@@ -29,11 +29,11 @@ class Rule(ABC):
     Master values and state are where the buckets' master is: on the device, or in the host's memory.
 
     Attributes:
-        has_rate: it has learning rates of its own.
+        rate: its own learning rate, of the first group; None where :meth:`update` is given rates.
         widens: it takes gradients in any format.
     """
 
-    has_rate = False
+    rate: float | None = None
     widens = False
 
     @abstractmethod

@@ -41,8 +41,6 @@ class TorchOptimizer(Rule):
         buckets: their ``traits.group`` is the number of the group.
     """
 
-    has_rate = True
-
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self.optimizer, self.buckets = optimizer, buckets
         flat = is_elementwise(optimizer) or any(bucket.plan.shards > 1 for bucket in buckets)
@@ -53,6 +51,11 @@ class TorchOptimizer(Rule):
             group["params"] = [tensor for _, held in members for _, tensor in held]
             if _fusible(optimizer, group):
                 group["fused"] = True  # fewer passes over memory; the same numbers but for rounding
+
+    @property
+    def rate(self) -> float:  # type: ignore[override]
+        """The learning rate of the first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     @torch.no_grad()
     def update(

@@ -13,11 +13,13 @@ from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings
 from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
+from hexad.comm import agreed
 from hexad.config import AgreedError, ConfigError, HexadError, dump_config
 from hexad.dataset.files import write_durably
 from hexad.engine.engine import Engine
 from hexad.launching.launch import Run
 from hexad.planning.costs import parameter_count, trained_count
+from hexad.topology.mesh import Axis
 
 log = logging.getLogger("hexad")
 
@@ -92,8 +94,7 @@ class Saves:
         if manifest is not None:
             self._resume(*manifest)
         elif self.engine.language is not None:
-            base = self._start()
-            self.base = base if self._adapters else None
+            self.base = start(self.engine, self.run.mesh.world)
         else:
             self.engine.initialise()
             log.info("starting a new run")
@@ -101,9 +102,7 @@ class Saves:
         self._begun = True
 
     def _resume(self, path: Path, manifest: Manifest) -> None:
-        if self._adapters:
-            self.base = self.run.agreed(lambda: base_of(path, manifest))
-            load_base(self.base, self.config, self.engine.frozen(), self.run.mesh.world)
+        self.base = loaded_base(self.engine, path, manifest, self.run.mesh.world)
         self.engine.restored(manifest.progress)
         if path.parent == self.checkpointer.directory.path:  # not of the run that checkpoint.load names
             self.evaluations.restored(manifest.progress)
@@ -171,21 +170,41 @@ class Saves:
             self.checkpointer.set_aside(path, error)
         return self._load_newest(find)
 
-    def _start(self) -> Base:
-        """Start a new run of the language model; returns the weights that it begins with."""
-        model, engine = self.config.model, self.engine
-        base, with_weights = Base.drawn(self.config), ""
-        if model.load is not None:
-            base = load_weights(self.config, model.load, engine.weights(), self.run.mesh.world)
-            engine.publish()
-            with_weights = f" with the weights of {model.load}"
-            if self._adapters and not self.run.mesh.rank and (notice := removal_notice(base)):
-                log.warning("%s", notice)
-        elif self._adapters:
-            log.warning("model.lora adapts weights that are drawn at random: model.load names none")
-        else:
-            engine.initialise()
-        parameters, trained = parameter_count(model), trained_count(model)
-        part = f", {trained:,} trained" if trained != parameters else ""
-        log.info("starting a new run%s: %s parameters%s", with_weights, f"{parameters:,}", part)
-        return base
+
+def start(engine: Engine, world: Axis) -> Base | None:
+    """Give the language model the values that a new run begins with: the weights that ``model.load`` names,
+    or initial values; all ranks together. Returns what adapters belong to; None without adapters.
+
+    Raises:
+        AgreedError: weights that are missing, damaged or of another model.
+    """
+    model = engine.config.model
+    base, with_weights = Base.drawn(engine.config), ""
+    if model.load is not None:
+        base = load_weights(engine.config, model.load, engine.weights(), world)
+        engine.publish()
+        with_weights = f" with the weights of {model.load}"
+        if model.lora is not None and not world.rank and (notice := removal_notice(base)):
+            log.warning("%s", notice)
+    elif model.lora is not None:
+        log.warning("model.lora adapts weights that are drawn at random: model.load names none")
+    else:
+        engine.initialise()
+    parameters, trained = parameter_count(model), trained_count(model)
+    part = f", {trained:,} trained" if trained != parameters else ""
+    log.info("starting a new run%s: %s parameters%s", with_weights, f"{parameters:,}", part)
+    return None if model.lora is None else base
+
+
+def loaded_base(engine: Engine, path: Path, manifest: Manifest, world: Axis) -> Base | None:
+    """Load the weights that the adapters in a checkpoint belong to, all ranks together; None without
+    adapters.
+
+    Raises:
+        AgreedError: they are missing, or others.
+    """
+    if engine.language is None or engine.config.model.lora is None:
+        return None
+    base = agreed(lambda: base_of(path, manifest), world)
+    load_base(base, engine.config, engine.frozen(), world)
+    return base

@@ -6,6 +6,8 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+import hexad
+
 from .modules import Classifier, LanguageModel
 
 
@@ -204,3 +206,17 @@ class Configured(LanguageModel):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam([*self.made.parameters(), self.embedding.weight], lr=1e-3)
+
+
+class Divided(LanguageModel):
+    """Divides its layers over tensor ranks, under a strategy that has some."""
+
+    divided = False
+
+    def configure_model(self) -> None:
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        if mesh is None or self.divided:
+            return
+        self.divided = True
+        plan = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row", "embedding": "vocab"}
+        hexad.parallelize(self, mesh, plan | {"head": "column_gather"})

@@ -39,12 +39,16 @@ def launched() -> Iterator[int]:
 
 
 def strategy_of(name: str, **options: Any) -> Any:
-    """``ddp``, or our strategy: ``zero 3``."""
+    """``ddp``, or ours: ``zero 3``, ``zero 1, tensor 2``."""
     from lightning.pytorch.strategies import DDPStrategy
 
     from hexad.compat.lightning import HexadStrategy
 
-    return DDPStrategy(**options) if name == "ddp" else HexadStrategy(zero=int(name.split()[-1]), **options)
+    if name == "ddp":
+        return DDPStrategy(**options)
+    words = {"zero": "zero", "tensor": "tensor_model_parallel_size"}
+    numbers = (part.split() for part in name.split(", "))
+    return HexadStrategy(**{words[word]: int(number) for word, number in numbers}, **options)
 
 
 def trainer_of(strategy: Any, **options: Any) -> Any:

@@ -85,9 +85,13 @@ def _world() -> _World:
 
 
 def mesh_of(device: torch.device, pipeline: int = 1, tensor: int = 1) -> Mesh:
-    """The mesh of so many pipeline and tensor ranks and else data ranks; created on first use, by all ranks
-    together."""
-    layout, meshes = Layout(world=world_size(), pipeline=pipeline, tensor=tensor), _world().meshes
+    """The mesh of so many pipeline and tensor ranks and else data ranks; as :func:`mesh_in`."""
+    return mesh_in(Layout(world=world_size(), pipeline=pipeline, tensor=tensor), device)
+
+
+def mesh_in(layout: Layout, device: torch.device) -> Mesh:
+    """The mesh of a layout; created on first use, by all ranks together."""
+    meshes = _world().meshes
     if layout not in meshes:
         meshes[layout] = Mesh.create(layout, device, _TIMEOUT.total_seconds(), Trace())
     return use(meshes[layout])

@@ -14,9 +14,10 @@ except ImportError as error:
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .checkpoints import checkpoint_file, export_checkpoint, read_checkpoint
+from .module import HexadModule
 from .strategy import HexadStrategy
 
-__all__ = ["HexadStrategy", "checkpoint_file", "export_checkpoint", "read_checkpoint"]
+__all__ = ["HexadModule", "HexadStrategy", "checkpoint_file", "export_checkpoint", "read_checkpoint"]
 
 for _zero in range(4):
     StrategyRegistry.register(

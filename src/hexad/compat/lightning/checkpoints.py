@@ -23,17 +23,21 @@ from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import from_first
 from hexad.config import HexadError
+from hexad.engine.engine import Engine
 from hexad.model.configuration import load_config
 from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import tags
+from .module import HexadModule
 from .training import ModuleTraining, group_states
 
 _LENIENT = "LightningModule.strict_loading = False"
 _KEY = "lightning"
 """Of Lightning's part of a checkpoint's progress."""
+NO_NAMES: dict[str, Any] = {"numbers": [], "complex": [], "aliases": {}}
+"""What :func:`_names` says of tensors that are all stored under their only name, in their shape."""
 
 
 class Saved(NamedTuple):
@@ -87,7 +91,7 @@ def save(
     path: Path,
     checkpoint: Mapping[str, Any],
     module: nn.Module,
-    training: ModuleTraining | None,
+    training: ModuleTraining | Engine | None,
     mesh: Mesh,
     omitted: set[str],
 ) -> None:
@@ -96,7 +100,7 @@ def save(
     Args:
         checkpoint: of ``Trainer.save_checkpoint``, without weights; with ``optimizer_states`` if the
             optimizer's state is to be saved too.
-        training: of the last fit; None where there was none.
+        training: of the last fit; where there was none, an engine around a divided module, or None.
         omitted: names in ``state_dict`` that are not saved.
 
     Raises:
@@ -104,14 +108,18 @@ def save(
     """
     lightning = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
     progress: dict[str, Any] = {"step": int(checkpoint.get("global_step", 0)), "samples": 0}
+    fit = training if isinstance(training, ModuleTraining) else None
     if training is None:
         chunks, config = module_chunks(module, mesh), load_config({"checkpoint": {"asynchronous": False}})
+    elif fit is None:
+        assert isinstance(training, Engine)
+        chunks, config = training.chunks(), training.config
     else:
-        chunks, config = training.engine.chunks(), training.engine.config
-        progress |= training.engine.progress()
-        if training.released:
+        chunks, config = fit.engine.chunks(), fit.engine.config
+        progress |= fit.engine.progress()
+        if fit.released and mesh.tensor.size == 1:
             _take_changes(chunks, module)
-    optimizer = "optimizer_states" in checkpoint and training is not None
+    optimizer = "optimizer_states" in checkpoint and fit is not None
     if not optimizer:
         progress.pop("optimizer", None)
     wanted = [
@@ -122,11 +130,36 @@ def save(
     kept = {
         "content": base64.b64encode(_pickled(lightning)).decode(),
         "optimizer": optimizer,
-        "groups": [] if training is None else training.groups,
+        "groups": [] if fit is None else fit.groups,
         "names": _names(module),
     }
     where = tags.TagDirectory(path.parent, path.name, name_latest=False)
     tags.save(wanted, config, mesh, where, {**progress, _KEY: kept})
+
+
+def save_model(path: Path, checkpoint: Mapping[str, Any], module: HexadModule) -> None:
+    """Write a checkpoint of a configured model, all ranks together, as :func:`save`; ``hexad`` commands read
+    it too.
+
+    Raises:
+        AgreedError: it cannot be written.
+    """
+    engine = module.engine
+    assert engine is not None
+    lightning = {key: value for key, value in checkpoint.items() if key != "optimizer_states"}
+    progress, chunks = module.progress(), engine.chunks()
+    optimizer = "optimizer_states" in checkpoint and engine.training
+    if not optimizer:
+        progress.pop("optimizer", None)
+        chunks = [chunk for chunk in chunks if chunk.name.startswith("model.")]
+    kept = {
+        "content": base64.b64encode(_pickled(lightning)).decode(),
+        "optimizer": optimizer,
+        "groups": [],
+        "names": NO_NAMES,
+    }
+    where = tags.TagDirectory(path.parent, path.name, name_latest=False)
+    tags.save(chunks, engine.config, engine.mesh, where, {**progress, _KEY: kept})
 
 
 @torch.no_grad()
@@ -229,12 +262,18 @@ def lightning_part(saved: Saved, weights_only: bool | None) -> dict[str, Any]:
     return checkpoint
 
 
-def fill_module(saved: Saved, module: nn.Module, mesh: Mesh, strict: bool) -> None:
-    """Load weights into a module that no engine trains, all ranks together.
+def fill_module(
+    saved: Saved, module: nn.Module, mesh: Mesh, strict: bool, engine: Engine | None = None
+) -> None:
+    """Load weights into a module that no engine trains, all ranks together; ``engine`` is one around a
+    divided module.
 
     Raises:
         AgreedError: it is damaged, or of another module.
     """
+    if engine is not None:
+        tags.load(engine, saved.path, False, strict, _LENIENT)
+        return
     chunks = module_chunks(module, mesh)
     own = {chunk.name for chunk in chunks}
     lacking = tags.lacking_names(own, mesh.world, saved.path, saved.manifest, strict, _LENIENT)
@@ -304,9 +343,7 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = No
         raise HexadError(f"{folder}: {_foreign(folder)}")
     with Checkpoint(folder) as checkpoint:
         manifest = checkpoint.manifest
-        kept = manifest.progress.get(
-            _KEY, {"names": {"numbers": [], "complex": [], "aliases": {}}, "groups": []}
-        )
+        kept = manifest.progress.get(_KEY, {"names": NO_NAMES, "groups": []})
         names = kept["names"]
 
         def read(kind: str, name: str) -> Tensor:

@@ -9,9 +9,42 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from hexad.config import HexadError
+
+
+def batches_done(trainer: Trainer) -> int:
+    """The batches of the epoch that were consumed; 0 after the last."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    done: int = progress.current.ready
+    return 0 if progress.is_last_batch or done >= trainer.num_training_batches else done
+
+
+class StepLoader:
+    """What an iterator yields, an item for each step.
+
+    Args:
+        steps: makes the iterator; it knows its place by itself, so that a trainer resumes anywhere.
+        length: items of an epoch, those included that were consumed before.
+    """
+
+    def __init__(self, steps: Callable[[], Iterator[Any]], length: int) -> None:
+        self._steps, self._length = steps, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._steps()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: by having this the loader is one that resumes."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """No-op."""
 
 
 class ResumableLoader(DataLoader[Any]):

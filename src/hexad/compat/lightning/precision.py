@@ -107,14 +107,14 @@ def adapted(plugin: Precision, fit: Fit) -> EnginePrecision:
         result = plugin
     else:
         copied: Any = copy(plugin)
-        copied.__class__ = _adapted(type(plugin))  # type: ignore[arg-type]
+        copied.__class__ = adapted_class(type(plugin))  # type: ignore[arg-type]
         result = copied
     result.fit = fit
     return result
 
 
 @cache
-def _adapted(kind: type[Precision]) -> type[EnginePrecision]:
+def adapted_class(kind: type[Precision]) -> type[EnginePrecision]:
     """The class of an adapted plugin; checkpoints name a plugin's state by its class."""
     body = {"__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (EnginePrecision, kind), body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,18 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from hexad.comm import broadcast
-from hexad.config import HexadError
+from hexad.config import ConfigError, HexadError
+from hexad.config.schema import ParallelSettings
+from hexad.engine.engine import Engine
+from hexad.launching.launch import deterministic
+from hexad.model.configuration import load_config
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
 from . import checkpoints
-from .data import resumable, unrepeated
-from .precision import adapted
+from .data import batches_done, resumable, unrepeated
+from .module import WORDS, ConfiguredOptimizer, HexadModule
+from .precision import adapted, adapted_class
 from .training import ModuleTraining, engine_settings
 
 _REFUSED: dict[type[Callback], str] = {
@@ -38,29 +43,82 @@ _REFUSED: dict[type[Callback], str] = {
 """Callbacks that need parameters or optimizers of their own, and why."""
 
 
+def _settings(named: Mapping[str, Any]) -> ParallelSettings:
+    """Arguments of the strategy as settings of ``parallel``.
+
+    Raises:
+        HexadError: one is out of range, or not supported.
+    """
+    try:
+        settings = load_config({"parallel": dict(named)}).parallel
+    except ConfigError as error:
+        raise HexadError(f"HexadStrategy: {_in_words(str(error))}") from None
+    if settings.expert > 1:
+        raise HexadError(
+            f"HexadStrategy: found {WORDS['expert']}={settings.expert}; expert parallelism is not supported "
+            "yet, use 1"
+        )
+    return settings
+
+
+def _in_words(text: str) -> str:
+    """A message about settings, with the arguments' names."""
+    for name, word in WORDS.items():
+        text = text.replace(f"parallel.{name}:", f"{word}:")
+    return text
+
+
+def _check_trainer(trainer: Trainer, plugin: Precision) -> None:
+    """Refuse what a configuration says too.
+
+    Raises:
+        HexadError: the trainer has a precision of its own.
+    """
+    if type(plugin) is not adapted_class(Precision):
+        raise HexadError(
+            f"Trainer: found precision={plugin.precision!r} with a HexadModule, whose configuration has "
+            "precision.dtype; set that"
+        )
+
+
 class HexadStrategy(DDPStrategy):
-    """Trains any LightningModule data parallel, in place of Lightning's DDP and FSDP strategies.
+    """Trains any LightningModule data parallel, in place of Lightning's DDP and FSDP strategies; a
+    :class:`HexadModule` in any layout, and modules whose ``configure_model`` divides them
+    (:func:`hexad.parallelize`) tensor-parallel.
 
     Processes are started as by ``DDPStrategy``: by Lightning itself, torchrun or SLURM. Losses, gradients and
     buffers are those of ``DDPStrategy``.
 
     Args:
+        tensor_model_parallel_size, pipeline_model_parallel_size: degrees, as ``parallel.tensor`` and
+            ``parallel.pipeline`` of a configuration; by default those of a HexadModule's, or 1.
+        virtual_pipeline_model_parallel_size: stages per pipeline rank, ``parallel.virtual_stages``.
+        context_parallel_size, sequence_parallel: ``parallel.context`` and ``parallel.sequence``.
+        expert_model_parallel_size: 1.
         zero: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         replicas: state is sharded inside groups of ``world / replicas`` ranks, and replicated across.
+        schedule: of the pipeline, ``parallel.schedule``.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as of ``DDPStrategy``.
         process_group_backend, timeout: likewise.
 
     Raises:
-        HexadError: ``zero`` or ``replicas`` out of range.
+        HexadError: an argument out of range, or expert parallelism.
     """
 
     strategy_name = "hexad"
 
     def __init__(
         self,
-        zero: int = 0,
-        replicas: int = 1,
         *,
+        tensor_model_parallel_size: int | None = None,
+        pipeline_model_parallel_size: int | None = None,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        context_parallel_size: int | None = None,
+        sequence_parallel: bool | None = None,
+        expert_model_parallel_size: int | None = None,
+        zero: int | None = None,
+        replicas: int | None = None,
+        schedule: str | None = None,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -68,15 +126,25 @@ class HexadStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        if zero not in (0, 1, 2, 3):
-            raise HexadError(f"HexadStrategy: found zero={zero!r}, expected 0, 1, 2 or 3")
-        if not isinstance(replicas, int) or replicas < 1:
-            raise HexadError(f"HexadStrategy: found replicas={replicas!r}, expected 1 or more")
-        self.zero, self.replicas, self.timeout = zero, replicas, timeout
+        named = {
+            "tensor": tensor_model_parallel_size,
+            "pipeline": pipeline_model_parallel_size,
+            "virtual_stages": virtual_pipeline_model_parallel_size,
+            "context": context_parallel_size,
+            "sequence": sequence_parallel,
+            "expert": expert_model_parallel_size,
+            "zero": zero,
+            "replicas": replicas,
+            "schedule": schedule,
+        }
+        self.named = {name: value for name, value in named.items() if value is not None}
+        self.parallel = _settings(self.named)
+        self.timeout = timeout
         self._training: ModuleTraining | None = None
         self._synchronised = True
         self._fresh_buffers = False  # those of rank 0 have been sent
         self._failed = False
+        self._left = ExitStack()
         self._dumped: dict[str, Any] = {}  # of the checkpoint that is being made
         self._found: checkpoints.Saved | None = None  # to be loaded
         self._strict = True
@@ -124,10 +192,48 @@ class HexadStrategy(DDPStrategy):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks."""
-        return world.mesh_of(self.root_device)
+        """The ranks, in the layout of the strategy and the configuration; from ``configure_model`` on."""
+        module, ranks = self.lightning_module, self.world_size
+        if isinstance(module, HexadModule):
+            return world.mesh_in(module.layout(ranks, self.named), self.root_device)
+        parallel = self.parallel
+        if parallel.pipeline * parallel.context > 1:
+            raise HexadError(
+                f"HexadStrategy: found {WORDS['pipeline']} {parallel.pipeline} and {WORDS['context']} "
+                f"{parallel.context} with a {type(module).__name__}; these need a HexadModule"
+            )
+        return world.mesh_of(self.root_device, tensor=parallel.tensor)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data ranks get different samples, the other ranks of one data rank the same."""
+        return {"num_replicas": self.mesh.data.size, "rank": self.mesh.data.rank}
+
+    @property
+    def _set_up_apart(self) -> bool:
+        """Whether ranks may have different parts of the model, which Lightning does not know."""
+        return isinstance(self.lightning_module, HexadModule) or self.mesh.layout.world > self.mesh.data.size
 
     # Setting up
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the module, and in a fit what trains it."""
+        module, self._failed = self.lightning_module, False
+        if isinstance(module, HexadModule):
+            _check_trainer(trainer, self.precision_plugin)
+            self._left.enter_context(deterministic(module.config.run.deterministic, self.root_device))
+        if trainer.state.fn == TrainerFn.FITTING or not self._set_up_apart:
+            super().setup(trainer)
+            return
+        # Not Lightning's, which sends the first rank's parameters to all.
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if isinstance(module, HexadModule):
+            module.set_up(self.mesh, False, None)
+        self._load_found()
+        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         """No wrapper: the engine hooks the module's parameters."""
@@ -138,34 +244,76 @@ class HexadStrategy(DDPStrategy):
         Raises:
             HexadError: several optimizers, or one that cannot be sharded.
         """
-        super().setup_optimizers(trainer)
         module = self.lightning_module
         assert module is not None
+        if isinstance(module, HexadModule):
+            self._check_callbacks(trainer)
+            module.set_up(self.mesh, True, partial(self._optimizer_of, module, trainer))
+            if not isinstance(self.optimizers[0], ConfiguredOptimizer):
+                self.optimizers = [module.stepped(self.optimizers[0])]
+            self._load_found()
+            return
+        super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
             raise HexadError(
                 f"configure_optimizers: found {len(self.optimizers)} optimizers, expected one; use one with "
                 "several parameter groups, or Lightning's own strategies"
             )
         self._check_callbacks(trainer)
-        self._training, self._failed, self._fresh_buffers = None, False, False
+        self._training, self._fresh_buffers = None, False
         if not self.optimizers[0].param_groups:  # configure_optimizers has returned None: nothing is updated
             self._load_found()
             return
-        settings = engine_settings(module, self.zero, self.replicas, self.timeout.total_seconds())
+        settings = engine_settings(module, self.parallel, self.timeout.total_seconds())
         self._training = ModuleTraining(module, self.mesh, settings, self.optimizers[0])
         self.optimizers = [self._training.optimizer]
         self._load_found()
+
+    def _optimizer_of(self, module: HexadModule, trainer: Trainer, stages: Any) -> Any:
+        """The optimizer of ``configure_optimizers`` for an engine; None for that of the configuration."""
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            raise HexadError(
+                f"configure_optimizers: found {len(self.optimizers)} optimizers, expected one; use one with "
+                "several parameter groups"
+            )
+        inner = self.optimizers[0]
+        configured = isinstance(inner, ConfiguredOptimizer)
+        if configured and self.lr_scheduler_configs:
+            raise HexadError(
+                "configure_optimizers: found a schedule for the configuration's optimizer, which follows "
+                "lr_schedule; set that, or return an optimizer of torch.optim too"
+            )
+        return None if configured else module.adopted(inner, stages)
 
     def _load_found(self) -> None:
         """Load the weights of the checkpoint that was found, and in a fit the optimizer's state."""
         found, self._found = self._found, None
         if found is None:
             return
-        if self._training is not None:
+        if isinstance(self.lightning_module, HexadModule):
+            self.lightning_module.load(found.path, found.manifest, self._strict)
+        elif self._training is not None:
             checkpoints.fill_training(found, self._training, self._strict)
         else:
             assert self.lightning_module is not None
-            checkpoints.fill_module(found, self.lightning_module, self.mesh, self._strict)
+            with self._plain_engine() as engine:
+                checkpoints.fill_module(found, self.lightning_module, self.mesh, self._strict, engine)
+
+    @contextmanager
+    def _plain_engine(self) -> Iterator[Engine | None]:
+        """An engine for evaluation around a divided module, which knows what a rank's part is; None for
+        another."""
+        module = self.lightning_module
+        if module is None or not self._set_up_apart:
+            yield None
+            return
+        settings = engine_settings(module, self.parallel, self.timeout.total_seconds())
+        engine = Engine(module, self.mesh, settings, training=False, initialise=False)
+        try:
+            yield engine
+        finally:
+            engine.release(self.root_device)
 
     def _check_callbacks(self, trainer: Trainer) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -198,7 +346,7 @@ class HexadStrategy(DDPStrategy):
             return unrepeated(dataloader)
         overfit = module.trainer.overfit_batches  # type: ignore[attr-defined]
         if stage == RunningStage.TRAINING and not overfit:
-            return resumable(dataloader, self.mesh.data.size, partial(_batches_done, module.trainer))
+            return resumable(dataloader, self.mesh.data.size, partial(batches_done, module.trainer))
         return dataloader
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
@@ -259,18 +407,18 @@ class HexadStrategy(DDPStrategy):
         if self.in_fit is None or module is None:
             return
         if not self._fresh_buffers:
-            send_buffers(list(module.buffers()), self.mesh.world)
+            send_buffers(list(module.buffers()), self.mesh.data)
         automatic = module.automatic_optimization
         self._fresh_buffers = not (torch.is_grad_enabled() and automatic and self._synchronised)
 
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's ``state_dict``; with ``zero=3``, during a fit, with the parameters themselves, whose
-        values are sharded: reading them is an error."""
+        """The module's ``state_dict``; with ``zero=3``, during a fit, and of divided layers, with the
+        parameters themselves, whose values are sharded."""
         module = self.lightning_module
         assert module is not None
-        sharded = self.zero == 3 and self.in_fit is not None
+        sharded = self._set_up_apart or (self.parallel.zero == 3 and self.in_fit is not None)
         self._dumped = module.state_dict(keep_vars=sharded)
         return dict(self._dumped)
 
@@ -303,8 +451,15 @@ class HexadStrategy(DDPStrategy):
             )
         omitted = set(self._dumped) - set(state)
         self._dumped = {}
+        if isinstance(module, HexadModule):
+            checkpoints.save_model(path, checkpoint, module)
+            return
         training = self._training if self._training is not None and self._training.module is module else None
-        checkpoints.save(path, checkpoint, module, training, self.mesh, omitted)
+        if training is not None:
+            checkpoints.save(path, checkpoint, module, training, self.mesh, omitted)
+            return
+        with self._plain_engine() as engine:
+            checkpoints.save(path, checkpoint, module, engine, self.mesh, omitted)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what the trainer restores: from a directory of :meth:`save_checkpoint`, of which weights and
@@ -324,8 +479,8 @@ class HexadStrategy(DDPStrategy):
         self._training, self._strict = None, strict
         if self._found is None:
             super().load_model_state_dict(checkpoint, strict=strict)
-        elif module.trainer.state.fn != TrainerFn.FITTING:
-            self._load_found()
+        elif module.trainer.state.fn != TrainerFn.FITTING and not self._set_up_apart:
+            self._load_found()  # else in setup
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state from a file of Lightning's other strategies."""
@@ -341,17 +496,14 @@ class HexadStrategy(DDPStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Make the module plain again, on the host, with complete parameters."""
+        """Make the module plain again, on the host, with complete parameters; a HexadModule keeps its
+        engine."""
+        self._left.close()
+        if isinstance(self.lightning_module, HexadModule):
+            self.lightning_module.close(self._failed)
         if self._training is not None:
             self._training.release(gather=not self._failed)
         super().teardown()
-
-
-def _batches_done(trainer: Trainer) -> int:
-    """The batches of the epoch that were consumed; 0 after the last."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    done: int = progress.current.ready
-    return 0 if progress.is_last_batch or done >= trainer.num_training_batches else done
 
 
 def local_path(path: Any) -> Path:

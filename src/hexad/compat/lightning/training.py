@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hexad.comm import all_gather, identical
 from hexad.config import Config, HexadError
+from hexad.config.schema import ParallelSettings
 from hexad.engine.engine import Engine
 from hexad.model.configuration import load_config
 from hexad.model.transformer import DTYPES
@@ -56,12 +57,12 @@ class FitOptimizer(EngineOptimizer):
         return getattr(self.optimizer, name)
 
 
-def _visible(inner: torch.optim.Optimizer) -> type[FitOptimizer]:
+def visible(inner: torch.optim.Optimizer) -> type[FitOptimizer]:
     """A class with the name of an optimizer's own, of which that one is an instance too."""
     return type(type(inner).__name__, (FitOptimizer, type(inner)), {})
 
 
-def engine_settings(module: nn.Module, zero: int, replicas: int, timeout: float) -> Config:
+def engine_settings(module: nn.Module, parallel: ParallelSettings, timeout: float) -> Config:
     """The settings of an engine around a module, in the format of its parameters.
 
     Raises:
@@ -80,7 +81,7 @@ def engine_settings(module: nn.Module, zero: int, replicas: int, timeout: float)
     return load_config(
         {
             "run": {"timeout": timeout},
-            "parallel": {"tensor": 1, "pipeline": 1, "zero": zero, "replicas": replicas},
+            "parallel": {name: getattr(parallel, name) for name in parallel.model_fields_set},
             "precision": precision,
             "optimizer": {"clip": 0.0},
             "checkpoint": {"asynchronous": False},
@@ -121,7 +122,7 @@ class ModuleTraining:
         self.engine.gradients.extends = True  # a step may have any number of backward passes
         groups = self._rule.numbers()["groups"]
         identical("optimizer.param_groups", dict(enumerate(groups)), mesh.world)
-        self.optimizer: FitOptimizer = _visible(inner)(inner, self.engine, self._update, self.discard)
+        self.optimizer: FitOptimizer = visible(inner)(inner, self.engine, self._update, self.discard)
         self._accumulation = Accumulation(self.engine)
         self._limit: int | None = 1
         self._accumulation.begin(self._limit)

@@ -59,7 +59,7 @@ def _losses(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("fp64", 1e-11), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
+    ("dtype", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
 )
 def test_losses_equal_the_cpus(family: str, dtype: str, tolerance: float) -> None:
     assert _losses("cuda", dtype, family) == pytest.approx(_losses("cpu", dtype, family), rel=tolerance)

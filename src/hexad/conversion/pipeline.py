@@ -110,12 +110,19 @@ class PipelinedModel:
     compute: Any = field(repr=False)
     boundary: Any = field(repr=False)
 
-    def engine(self, config: Config, optimizer: torch.optim.Optimizer | None = None) -> Engine:
+    def engine(
+        self,
+        config: Config,
+        optimizer: torch.optim.Optimizer | Callable[[Mapping[int, nn.Module]], Any] | None = None,
+        training: bool = True,
+    ) -> Engine:
         """An engine of these stages, with the values that the model came with.
 
         Args:
             config: settings of everything but the model and the schedule.
-            optimizer: of ``torch.optim``, made of :meth:`parameters`; AdamW by default.
+            optimizer: of ``torch.optim``, made of :meth:`parameters`, or a function, as of
+                :class:`hexad.Engine`; AdamW by default.
+            training: False for evaluation only.
         """
         settings = {"schedule": self.schedule, "virtual_stages": self.virtual_stages}
         parallel = config.parallel.model_copy(update=settings)
@@ -128,6 +135,7 @@ class PipelinedModel:
             boundary=self.boundary,
             optimizer=optimizer,
             ties=self.ties,
+            training=training,
             initialise=False,
         )
 

@@ -193,12 +193,15 @@ def test_names_in_lightnings_registry() -> None:
         trainer = Trainer(
             accelerator="cpu", devices=1, strategy=name, logger=False, enable_checkpointing=False
         )
-        assert isinstance(trainer.strategy, HexadStrategy) and trainer.strategy.zero == zero
+        assert isinstance(trainer.strategy, HexadStrategy) and trainer.strategy.parallel.zero == zero
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"zero": 4}, "found zero=4, expected 0, 1, 2 or 3"), ({"replicas": 0}, "found replicas=0")],
+    [
+        ({"zero": 4}, "HexadStrategy: zero: found 4, expected"),
+        ({"tensor_model_parallel_size": 0}, "HexadStrategy: tensor_model_parallel_size: found 0, expected"),
+    ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     from hexad.compat.lightning import HexadStrategy

@@ -15,9 +15,17 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from .checkpoints import checkpoint_file, export_checkpoint, read_checkpoint
 from .module import HexadModule
+from .pipeline import PipelineModule
 from .strategy import HexadStrategy
 
-__all__ = ["HexadModule", "HexadStrategy", "checkpoint_file", "export_checkpoint", "read_checkpoint"]
+__all__ = [
+    "HexadModule",
+    "HexadStrategy",
+    "PipelineModule",
+    "checkpoint_file",
+    "export_checkpoint",
+    "read_checkpoint",
+]
 
 for _zero in range(4):
     StrategyRegistry.register(

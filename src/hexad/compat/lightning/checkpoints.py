@@ -30,7 +30,7 @@ from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import tags
-from .module import HexadModule
+from .module import EngineModule
 from .training import ModuleTraining, group_states
 
 _LENIENT = "LightningModule.strict_loading = False"
@@ -137,9 +137,9 @@ def save(
     tags.save(wanted, config, mesh, where, {**progress, _KEY: kept})
 
 
-def save_model(path: Path, checkpoint: Mapping[str, Any], module: HexadModule) -> None:
-    """Write a checkpoint of a configured model, all ranks together, as :func:`save`; ``hexad`` commands read
-    it too.
+def save_model(path: Path, checkpoint: Mapping[str, Any], module: EngineModule) -> None:
+    """Write a checkpoint of a module with an engine of its own, all ranks together, as :func:`save`; of a
+    configured model ``hexad`` commands read it too.
 
     Raises:
         AgreedError: it cannot be written.

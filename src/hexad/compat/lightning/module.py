@@ -1,15 +1,15 @@
-"""LightningModules whose steps an engine makes by the pipeline's schedule: the model of a configuration, in
-any layout."""
+"""LightningModules whose steps an engine makes, among them the model of a configuration in any layout."""
 
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from weakref import WeakMethod
 
 import torch
@@ -33,7 +33,7 @@ from hexad.engine.faults import StepResult
 from hexad.engine.losses import Outputs
 from hexad.launching.launch import naming_operators, resolved_alike
 from hexad.model.configuration import load_config
-from hexad.planning import Resolved, check_vocab, working_layout
+from hexad.planning import check_vocab, working_layout
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.training.saves import loaded_base, start
@@ -98,7 +98,129 @@ class _Head(nn.Module):
         return self._call(outputs, microbatch)
 
 
-class HexadModule(LightningModule):
+class EngineModule(LightningModule):
+    """A LightningModule whose steps an engine makes, on the ranks of any layout.
+
+    Its stages are no submodules, which Lightning would move, synchronise and save.
+
+    Attributes:
+        engine: the model, its gradients and optimizer, once a trainer has set it up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: Engine | None = None
+        self._mesh: Mesh | None = None
+        self._stages: Mapping[int, nn.Module] = {}
+
+    # Setting up
+
+    @abstractmethod
+    def layout(self, ranks: int, named: Mapping[str, Any]) -> Layout:
+        """The layout of so many ranks; ``named`` are settings of ``parallel`` by the strategy."""
+
+    @abstractmethod
+    def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
+        """An engine with the values that a fit begins with; ``optimizer`` as of :class:`hexad.Engine`. All
+        ranks together."""
+
+    def set_up(self, mesh: Mesh, training: bool, optimizer: Callable[[Any], Any] | None) -> None:
+        """Make the engine, unless there is one; all ranks together.
+
+        Args:
+            mesh: of :meth:`layout`.
+            training: False for evaluation only.
+            optimizer: a function of this rank's stages, as of :class:`hexad.Engine`.
+
+        Raises:
+            HexadError: settings that do not fit, or differ between ranks.
+        """
+        if self.engine is not None and self.engine.training >= training and self._mesh is mesh:
+            if training:
+                assert optimizer is not None
+                optimizer(self.engine.stages)
+            return
+        if self.engine is not None and training:
+            name = type(self).__name__
+            raise HexadError(
+                f"{name}: found a model that was set up for evaluation, or in another layout; make a new "
+                f"{name} for the fit, and pass ckpt_path"
+            )
+
+        def made(stages: Mapping[int, nn.Module]) -> Any:
+            self._stages = stages
+            return None if optimizer is None else optimizer(stages)
+
+        self._mesh = mesh
+        self.engine = self.make_engine(mesh, training, made)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the module, and of this rank's stages once they are made."""
+        own = super().named_parameters(prefix, recurse, remove_duplicate)
+        if not recurse or not self._stages:
+            return own
+        held = nn.ModuleDict({str(number): stage for number, stage in self._stages.items()})
+        begin = f"{prefix}." if prefix else ""
+        stages = held.named_parameters(f"{begin}stages", True, remove_duplicate)
+        mine = set(held.parameters())
+        return chain((pair for pair in own if pair[1] not in mine), stages)
+
+    def adopted(self, optimizer: torch.optim.Optimizer, stages: Mapping[int, nn.Module]) -> Any:
+        """An optimizer of :meth:`parameters`, restricted to those of this rank's stages."""
+        held = nn.ModuleList(stages.values())
+        elsewhere = set(self.parameters()) - set(held.parameters())  # of other stages' ranks
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p not in elsewhere]
+        return adopted_optimizer(held, optimizer, keeps_groups=True)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> FitOptimizer:
+        """What hooks and callbacks see of an optimizer that the engine steps."""
+        return visible(optimizer)(optimizer, self._made(), self.update, self.discard)
+
+    def load(self, path: Path, manifest: Manifest, strict: bool) -> None:
+        """Load weights and, in a fit, optimizer state and progress, all ranks together.
+
+        Raises:
+            AgreedError: the checkpoint is damaged, or of another model.
+        """
+        engine = self._made()
+        tags.load(engine, path, engine.training, strict, "LightningModule.strict_loading = False")
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the engine's chunks."""
+        return self._made().progress()
+
+    def close(self, failed: bool) -> None:
+        """The trainer is done; ``failed``: other ranks may be gone."""
+
+    def cpu(self) -> Self:
+        """As it is: the engine keeps its parameters where they are."""
+        return self if self.engine is not None else super().cpu()
+
+    def _made(self) -> Engine:
+        if self.engine is None:
+            name = type(self).__name__
+            raise HexadError(f"{name}: found no engine; Trainer(strategy=HexadStrategy(...)) makes it")
+        return self.engine
+
+    # A step
+
+    @abstractmethod
+    def update(self) -> None:
+        """Clip and update with reduced gradients; the optimizer's step calls it."""
+
+    def discard(self) -> None:
+        """No-op: a step begins without gradients."""
+
+
+def has_engine(module: object) -> bool:
+    """Whether the parameters of a module belong to an engine of its own."""
+    return isinstance(module, EngineModule) and module.engine is not None
+
+
+class HexadModule(EngineModule):
     """The language model of a configuration, under :class:`HexadStrategy`, in any layout.
 
     The configuration's model, data, batch, optimizer, learning rates and precision are trained; the trainer
@@ -126,9 +248,6 @@ class HexadModule(LightningModule):
             raise HexadError(f"overrides: found {[*overrides]} with a Config; pass them to hexad.load_config")
         self.automatic_optimization = False
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
-        self.engine: Engine | None = None
-        self._mesh: Mesh | None = None
-        self._stages: Mapping[int, nn.Module] = {}  # not submodules: the engine moves and saves them
         self._base: Base | None = None
         self._validation: ValidationSets | None = None
         self._open: list[Any] = []
@@ -138,21 +257,21 @@ class HexadModule(LightningModule):
 
     # Setting up
 
-    def layout(self, ranks: int, given: Mapping[str, Any]) -> Layout:
-        """The layout of so many ranks; ``given`` are settings of ``parallel`` by the strategy.
+    def layout(self, ranks: int, named: Mapping[str, Any]) -> Layout:
+        """The layout of so many ranks; ``named`` are settings of ``parallel`` by the strategy.
 
         Raises:
             ConfigError: configuration and strategy name different ones, or they do not fit.
         """
         settings = self.config.parallel
-        for name, value in given.items():
+        for name, value in named.items():
             found = getattr(settings, name)
             if name in settings.model_fields_set and found != value:
                 raise ConfigError(
                     f"parallel.{name}",
                     f"found {found!r}, but HexadStrategy has {WORDS[name]}={value!r}; name it in one place",
                 )
-        parallel = settings.model_copy(update=dict(given))
+        parallel = settings.model_copy(update=dict(named))
         self.config = self.config.model_copy(update={"parallel": parallel})
         layout = working_layout(self.config, ranks)
         if layout.world < ranks:
@@ -162,28 +281,12 @@ class HexadModule(LightningModule):
             )
         return layout
 
-    def set_up(self, mesh: Mesh, training: bool, optimizer: Callable[[Any], Any] | None) -> None:
-        """Make the engine, with the values that a new run begins with; all ranks together.
-
-        Args:
-            mesh: of :meth:`layout`.
-            training: False for evaluation only.
-            optimizer: as of :class:`hexad.Engine`.
+    def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
+        """An engine of the model, with the values that a new run begins with.
 
         Raises:
-            AgreedError: settings that do not fit, or differ between ranks.
+            HexadError: settings that do not fit, or differ between ranks.
         """
-        if self.engine is not None and self.engine.training >= training and self._mesh is mesh:
-            if training:
-                assert optimizer is not None
-                optimizer(self.engine.stages)
-            return
-        if self.engine is not None and training:
-            raise HexadError(
-                "HexadModule: found a model that was set up for evaluation, or in another layout; make a new "
-                "HexadModule for the fit, and pass ckpt_path"
-            )
-        self._mesh = mesh
         device = self.config.run.device
         if device not in ("auto", mesh.device.type):
             raise ConfigError(
@@ -191,59 +294,23 @@ class HexadModule(LightningModule):
             )
         resolved = resolved_alike(self.config, mesh)
         self.config = resolved.config
-        self.engine = self._engine(resolved, mesh, training, optimizer)
-        self._base = start(self.engine, mesh.world)
-
-    def _engine(self, resolved: Resolved, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
         own = is_overridden("loss", self, HexadModule)
         trained = next(self.parameters(), None) is not None
         loss: Any = (_Head(self) if trained else self.loss) if own else None
-
-        def made(stages: Mapping[int, nn.Module]) -> Any:
-            self._stages = stages
-            return None if optimizer is None else optimizer(stages)
-
-        return Engine(resolved, mesh, initialise=False, training=training, loss=loss, optimizer=made)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, and of this rank's stages once they are made."""
-        own = super().named_parameters(prefix, recurse, remove_duplicate)
-        if not recurse or not self._stages:
-            return own
-        held = nn.ModuleDict({str(number): stage for number, stage in self._stages.items()})
-        begin = f"{prefix}." if prefix else ""
-        stages = held.named_parameters(f"{begin}stages", True, remove_duplicate)
-        mine = set(held.parameters())
-        return chain((pair for pair in own if pair[1] not in mine), stages)
+        engine = Engine(resolved, mesh, initialise=False, training=training, loss=loss, optimizer=optimizer)
+        self._base = start(engine, mesh.world)
+        return engine
 
     def load(self, path: Path, manifest: Manifest, strict: bool) -> None:
-        """Load weights and, in a fit, optimizer state and progress, all ranks together.
-
-        Raises:
-            AgreedError: the checkpoint is damaged, or of another model.
-        """
+        """As of the base class, with the weights that adapters belong to."""
         engine = self._made()
         agreed(lambda: check_same_model(path, manifest.config, engine.config), engine.mesh.world)
         self._base = loaded_base(engine, path, manifest, engine.mesh.world)
-        tags.load(engine, path, engine.training, strict, "LightningModule.strict_loading = False")
+        super().load(path, manifest, strict)
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the engine's chunks."""
-        return {**self._made().progress(), **recorded(self._base)}
-
-    def adopted(self, optimizer: torch.optim.Optimizer, stages: Mapping[int, nn.Module]) -> Any:
-        """An optimizer of :meth:`parameters`, restricted to those of this rank's stages."""
-        held = nn.ModuleList(stages.values())
-        elsewhere = set(self.parameters()) - set(held.parameters())  # a head, but on the last stage's rank
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p not in elsewhere]
-        return adopted_optimizer(held, optimizer, keeps_groups=True)
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> FitOptimizer:
-        """What hooks and callbacks see of an optimizer that the engine steps."""
-        return visible(optimizer)(optimizer, self._made(), self.update, self.discard)
+        return {**super().progress(), **recorded(self._base)}
 
     # A step
 
@@ -302,9 +369,6 @@ class HexadModule(LightningModule):
         with naming_operators():
             self._result, self._finish = self._finish(), None
 
-    def discard(self) -> None:
-        """No-op: a step begins without gradients."""
-
     def _check(self, result: StepResult) -> None:
         """Warn of a faulty step, or stop, as ``faults`` says."""
         if result.fault is None:
@@ -315,11 +379,6 @@ class HexadModule(LightningModule):
             log.warning("%s: its update was skipped", what)
             return
         raise AgreedError(f"{what}; lower optimizer.lr, or resume from an earlier checkpoint with ckpt_path")
-
-    def _made(self) -> Engine:
-        if self.engine is None:
-            raise HexadError("HexadModule: found no engine; Trainer(strategy=HexadStrategy(...)) makes it")
-        return self.engine
 
     def configure_optimizers(self) -> Any:
         """The optimizer and the learning rates of the configuration; or override for one of ``torch.optim``,

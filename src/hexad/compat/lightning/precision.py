@@ -17,11 +17,12 @@ from lightning.pytorch.plugins import (
     TransformerEnginePrecision,
     XLAPrecision,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hexad.config import HexadError
 
+from .module import has_engine
 from .training import ModuleTraining
 
 _OTHERS = BitsandbytesPrecision, DeepSpeedPrecision, FSDPPrecision, TransformerEnginePrecision, XLAPrecision
@@ -41,6 +42,9 @@ class Fit(Protocol):
     @property
     def in_fit(self) -> ModuleTraining | None: ...
 
+    def clip_by_norm(self, norm: float) -> None:
+        """Clip the next step by the norm of all ranks' gradient."""
+
     def backward_ended(self) -> None:
         """A backward pass has ended; hooks that may read gradients follow."""
 
@@ -53,6 +57,10 @@ class EnginePrecision(Precision):
     """
 
     fit: Fit
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a module's format, but not of one whose engine has its parameters."""
+        return module if has_engine(module) else super().convert_module(module)
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Add to the gradients of the step, and show them where hooks follow that read them."""
@@ -86,9 +94,7 @@ class EnginePrecision(Precision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clip by the norm of the whole gradient, in the step."""
-        training = self.fit.in_fit
-        if training is not None:
-            training.clip = float(clip_val)
+        self.fit.clip_by_norm(float(clip_val))
 
 
 def adapted(plugin: Precision, fit: Fit) -> EnginePrecision:

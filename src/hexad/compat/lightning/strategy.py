@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, WeightAveraging
-from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,7 +31,8 @@ from hexad.topology.mesh import Axis, Mesh
 from ..facade import world
 from . import checkpoints
 from .data import batches_done, resumable, unrepeated
-from .module import WORDS, ConfiguredOptimizer, HexadModule
+from .module import WORDS, ConfiguredOptimizer, EngineModule, HexadModule, has_engine
+from .pipeline import PipelineModule
 from .precision import adapted, adapted_class
 from .training import ModuleTraining, engine_settings
 
@@ -68,17 +69,32 @@ def _in_words(text: str) -> str:
     return text
 
 
-def _check_trainer(trainer: Trainer, plugin: Precision) -> None:
-    """Refuse what a configuration says too.
+def _check_trainer(trainer: Trainer, plugin: Precision, module: EngineModule) -> None:
+    """Refuse settings of a trainer that a module with an engine of its own has, or cannot have.
 
     Raises:
-        HexadError: the trainer has a precision of its own.
+        HexadError: naming the setting.
     """
-    if type(plugin) is not adapted_class(Precision):
+    name = type(module).__name__
+    if isinstance(module, HexadModule):
+        if type(plugin) is not adapted_class(Precision):
+            raise HexadError(
+                f"Trainer: found precision={plugin.precision!r} with a {name}, whose configuration has "
+                "precision.dtype; set that"
+            )
+        return
+    if isinstance(plugin, MixedPrecision):
         raise HexadError(
-            f"Trainer: found precision={plugin.precision!r} with a HexadModule, whose configuration has "
-            "precision.dtype; set that"
+            f"Trainer: found precision={plugin.precision!r} with a {name}, whose stages exchange tensors in "
+            "the format of its layers; use 32-true, 64-true or bf16-true"
         )
+    if trainer.accumulate_grad_batches != 1:
+        raise HexadError(
+            f"Trainer: found accumulate_grad_batches={trainer.accumulate_grad_batches} with a {name}, which "
+            "cuts each batch into microbatches; use 1, larger batches, and more microbatches"
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise HexadError(f"Trainer: found gradient_clip_algorithm='value' with a {name}; use 'norm'")
 
 
 class HexadStrategy(DDPStrategy):
@@ -194,13 +210,14 @@ class HexadStrategy(DDPStrategy):
     def mesh(self) -> Mesh:
         """The ranks, in the layout of the strategy and the configuration; from ``configure_model`` on."""
         module, ranks = self.lightning_module, self.world_size
-        if isinstance(module, HexadModule):
+        if isinstance(module, EngineModule):
             return world.mesh_in(module.layout(ranks, self.named), self.root_device)
         parallel = self.parallel
         if parallel.pipeline * parallel.context > 1:
             raise HexadError(
                 f"HexadStrategy: found {WORDS['pipeline']} {parallel.pipeline} and {WORDS['context']} "
-                f"{parallel.context} with a {type(module).__name__}; these need a HexadModule"
+                f"{parallel.context} with a {type(module).__name__}; these need a HexadModule, or a "
+                "PipelineModule"
             )
         return world.mesh_of(self.root_device, tensor=parallel.tensor)
 
@@ -212,15 +229,23 @@ class HexadStrategy(DDPStrategy):
     @property
     def _set_up_apart(self) -> bool:
         """Whether ranks may have different parts of the model, which Lightning does not know."""
-        return isinstance(self.lightning_module, HexadModule) or self.mesh.layout.world > self.mesh.data.size
+        return isinstance(self.lightning_module, EngineModule) or self.mesh.layout.world > self.mesh.data.size
+
+    def clip_by_norm(self, norm: float) -> None:
+        """Clip the next step by the norm of all ranks' gradient."""
+        if self.in_fit is not None:
+            self.in_fit.clip = norm
+        elif isinstance(self.lightning_module, PipelineModule):
+            self.lightning_module.clip(norm)
 
     # Setting up
 
     def setup(self, trainer: Trainer) -> None:
         """Set up the module, and in a fit what trains it."""
         module, self._failed = self.lightning_module, False
+        if isinstance(module, EngineModule):
+            _check_trainer(trainer, self.precision_plugin, module)
         if isinstance(module, HexadModule):
-            _check_trainer(trainer, self.precision_plugin)
             self._left.enter_context(deterministic(module.config.run.deterministic, self.root_device))
         if trainer.state.fn == TrainerFn.FITTING or not self._set_up_apart:
             super().setup(trainer)
@@ -230,10 +255,15 @@ class HexadStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        if isinstance(module, HexadModule):
+        if isinstance(module, EngineModule):
             module.set_up(self.mesh, False, None)
         self._load_found()
         self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Move the module, but not one whose engine has its parameters."""
+        if not has_engine(self.lightning_module):
+            super().model_to_device()
 
     def configure_ddp(self) -> None:
         """No wrapper: the engine hooks the module's parameters."""
@@ -246,7 +276,7 @@ class HexadStrategy(DDPStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        if isinstance(module, HexadModule):
+        if isinstance(module, EngineModule):
             self._check_callbacks(trainer)
             module.set_up(self.mesh, True, partial(self._optimizer_of, module, trainer))
             if not isinstance(self.optimizers[0], ConfiguredOptimizer):
@@ -269,7 +299,7 @@ class HexadStrategy(DDPStrategy):
         self.optimizers = [self._training.optimizer]
         self._load_found()
 
-    def _optimizer_of(self, module: HexadModule, trainer: Trainer, stages: Any) -> Any:
+    def _optimizer_of(self, module: EngineModule, trainer: Trainer, stages: Any) -> Any:
         """The optimizer of ``configure_optimizers`` for an engine; None for that of the configuration."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
@@ -291,7 +321,7 @@ class HexadStrategy(DDPStrategy):
         found, self._found = self._found, None
         if found is None:
             return
-        if isinstance(self.lightning_module, HexadModule):
+        if isinstance(self.lightning_module, EngineModule):
             self.lightning_module.load(found.path, found.manifest, self._strict)
         elif self._training is not None:
             checkpoints.fill_training(found, self._training, self._strict)
@@ -451,7 +481,7 @@ class HexadStrategy(DDPStrategy):
             )
         omitted = set(self._dumped) - set(state)
         self._dumped = {}
-        if isinstance(module, HexadModule):
+        if isinstance(module, EngineModule):
             checkpoints.save_model(path, checkpoint, module)
             return
         training = self._training if self._training is not None and self._training.module is module else None
@@ -499,7 +529,7 @@ class HexadStrategy(DDPStrategy):
         """Make the module plain again, on the host, with complete parameters; a HexadModule keeps its
         engine."""
         self._left.close()
-        if isinstance(self.lightning_module, HexadModule):
+        if isinstance(self.lightning_module, EngineModule):
             self.lightning_module.close(self._failed)
         if self._training is not None:
             self._training.release(gather=not self._failed)

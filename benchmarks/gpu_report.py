@@ -74,13 +74,16 @@ class Report:
     Args:
         directory: where they are.
         pretend: on a CPU.
+
+    Attributes:
+        facts: the command, the machine, the versions; each step's file has those of its run.
     """
 
     def __init__(self, directory: Path, pretend: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.pretend = directory, pretend
-        self._facts = facts() | gpu_facts() | {"pretend": pretend}
-        self._facts["command"] = re.sub(r" --(output|wheels) \S+", "", self._facts["command"])
+        self.facts = facts() | gpu_facts() | _commit() | {"pretend": pretend}
+        self.facts["command"] = re.sub(r" --(output|wheels) \S+", "", self.facts["command"])
         self._seen: object = None
         self.errors: Path | None = None  # of the step that runs
 
@@ -103,13 +106,13 @@ class Report:
         for step in steps.values():
             if step["state"] == "running" and self.errors is not None:
                 step["stderr"] = last_lines(self.errors)
-        write_json(self.directory / "report.json", self._facts | {"steps": steps})
+        write_json(self.directory / "report.json", self.facts | {"steps": steps})
         write_text(self.directory / "report.md", "\n".join(self._page(steps)) + "\n")
 
     def _page(self, steps: dict[str, Any]) -> list[str]:
         kind = "on a CPU, at toy sizes: no figure is one of a GPU" if self.pretend else ""
         lines = [f"# GPU report{', ' if kind else ''}{kind}", ""]
-        lines += [f"- {key}: {value}" for key, value in self._facts.items()]
+        lines += [f"- {key}: {value}" for key, value in self.facts.items()]
         for name, step in steps.items():
             lines += ["", f"## {name}: {step['state']}, {step['seconds']:.0f} s"]
             lines += ["", *tables(step)]
@@ -117,9 +120,20 @@ class Report:
         return lines
 
 
+def _commit() -> dict[str, str]:
+    """That of this repository, where it is one."""
+    command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return {}
+    return {} if done.returncode else {"commit": done.stdout.strip()}
+
+
 def last_lines(file: Path) -> list[str]:
-    """Of what a step has printed."""
-    return file.read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
+    """Of what a step has printed, without where the machine has its packages and this repository."""
+    text = file.read_text(encoding="utf-8", errors="replace").replace(f"{HERE.parent}/", "")
+    return re.sub(r"/\S*/((?:site|dist)-packages/)", r"\1", text).splitlines()[-LINES:]
 
 
 def run_step(name: str, report: Report, seconds: float, packages: list[str], errors: Path) -> None:
@@ -153,7 +167,7 @@ def _conclude(file: Path, otherwise: str, printed: list[str], report: Report) ->
     document = read_json(file) or {"pretend": report.pretend, "seconds": 0.0, "figures": {}}
     if document.get("state") != "finished":
         document |= {"state": otherwise, "stderr": printed}
-        write_json(file, document)
+    write_json(file, document | {"facts": report.facts})
     report.write()
     return str(document["state"])
 

@@ -10,12 +10,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+GPU = RESULTS / "gpu"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 PAGES = (PAGE, PAGE.parent / "context.md", PAGE.parent / "any-model.md")
 PICTURE = PAGE.parent / "images" / "overlap.svg"
@@ -30,10 +32,12 @@ def page(text: str) -> str:
 
 def section(name: str) -> str:
     """One result file as a table and a line on how it was made."""
+    if name == "gpu":
+        return "\n" + "\n".join(gpu({path.stem: _read(path) for path in sorted(GPU.glob("*.json"))})) + "\n\n"
     path = RESULTS / f"{name}.json"
     if not path.exists():
         return "\nNot measured yet.\n\n"
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = _read(path)
     kinds = {
         "stages": overlap,
         "layouts": overlap_tensor,
@@ -48,6 +52,143 @@ def section(name: str) -> str:
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
 
 
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _table(columns: str, rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Columns are separated by ``|``."""
+    yield f"| {columns} |"
+    yield "|---" * (columns.count("|") + 1) + "|"
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+    yield ""
+
+
+def gpu(steps: dict[str, Any]) -> Iterator[str]:
+    """What the steps of ``gpu_report.py`` have measured, by name."""
+    figures = {name: step["figures"] for name, step in steps.items() if "figures" in step and "facts" in step}
+    parts = {
+        "models": gpu_models,
+        "ceilings": gpu_ceilings,
+        "layouts": gpu_layouts,
+        "nccl": gpu_nccl,
+        "one_rank": gpu_one_rank,
+        "commands": gpu_commands,
+    }
+    for name, part in parts.items():
+        if name in figures:
+            yield from part(figures[name])
+    made: dict[str, list[str]] = {}
+    for name in parts:
+        if name in figures:
+            facts = steps[name]["facts"]
+            device = next(value for key, value in facts.items() if key.startswith("name,")).split(", ")
+            software = f"torch {facts['torch']}, NCCL {facts['nccl']}, Hexad at {facts.get('commit', '?')}"
+            line = f"{device[0]}, driver {device[2]}, {facts['machine']}; {software}: `{facts['command']}`"
+            made.setdefault(line, []).append(name)
+    yield from (f"- {', '.join(names)}: {line}" for line, names in made.items())
+
+
+def gpu_models(figures: dict[str, Any]) -> Iterator[str]:
+    """A row per model and program."""
+    rows = []
+    for row in figures["steps"]:
+        cells = [row["model"], row["program"], str(row["micro"])]
+        if "step_ms" in row:
+            cells += [f"{row['step_ms']:.0f}", f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.3f}"]
+            cells += [
+                f"{row[name]:.1f}" if name in row else "" for name in ("predicted_gib", "allocated_gib")
+            ]
+            rows.append([*cells, f"{row['launches']:.0f}"])
+    columns = "model | program | sequences | ms | tokens/s | MFU | GiB predicted | GiB | launches"
+    yield from _table(columns, rows)
+    rows = [
+        [row["model"], row["kind"], f"{row['predicted_ms']:.0f}", f"{row['measured_ms']:.0f}"]
+        for row in figures.get("roofline", [])
+        if "predicted_ms" in row
+    ]
+    yield from _table("of Hexad's steps | kernels | ms by the roofline | ms measured", rows)
+
+
+def gpu_ceilings(figures: dict[str, Any]) -> Iterator[str]:
+    """Products, from the slowest to the fastest weight of a model and tensor degree; attention; copies."""
+    rows = []
+    kinds = ("forward", "input_gradient", "weight_gradient")
+    products = figures.get("matrix_products", [])
+    for key in dict.fromkeys((row["model"], row["tensor"]) for row in products):
+        shapes = [row for row in products if (row["model"], row["tensor"]) == key]
+        rates = [[row[f"{kind}_tflops"] for row in shapes] for kind in kinds]
+        rows.append([key[0], str(key[1]), *(f"{min(rate):.0f} to {max(rate):.0f}" for rate in rates)])
+    yield from _table("products of | tensor | forward, TFLOP/s | input gradient | weight gradient", rows)
+    columns = "attention of | tokens | kernel | forward, TFLOP/s | backward | ms"
+    yield from _table(
+        columns,
+        (
+            [
+                *(row["model"], f"{row['tokens']:,}", row["kernel"], f"{row['forward_tflops']:.0f}"),
+                *(f"{row['backward_tflops']:.0f}", f"{row['both_ms']:.2f}"),
+            ]
+            for row in figures.get("attention", [])
+            if "both_ms" in row
+        ),
+    )
+    copies = (f"{row['copy']} {row['tb_per_second']:.3g} TB/s" for row in figures.get("copies", []))
+    yield f"Copies: {', '.join(copies)}."
+    yield ""
+    forms = figures.get("weight_gradient_forms", [])
+    if forms:
+        names = [name for name in forms[0] if name.endswith("tflops")]
+        titles = " | ".join(name.removesuffix(", tflops") for name in names)
+        rows = [[f"{row['out']} x {row['in']}", *(f"{row[name]:.0f}" for name in names)] for row in forms]
+        yield from _table(f"weight gradient, TFLOP/s | {titles}", rows)
+
+
+def gpu_layouts(figures: dict[str, Any]) -> Iterator[str]:
+    """How many cases agree, and how well."""
+    passed, worst = figures["cases_passed"], max(row["error"] for row in figures["cases"] if "error" in row)
+    yield (
+        f"Ranks that share the GPU: {passed['passed']} of {passed['run']} cases of the parity grid agree "
+        f"with one rank in float64, to {worst:.1e} at worst."
+    )
+    yield ""
+
+
+def gpu_nccl(figures: dict[str, Any]) -> Iterator[str]:
+    """Microseconds that the host needs to start a call."""
+    calls: dict[str, list[float]] = {}
+    for row in figures["calls"]:
+        calls.setdefault(row["call"], []).append(row["host_us"])
+    medians = (f"{call} {median(times):.0f}" for call, times in calls.items())
+    yield f"Microseconds of the host to start a call of NCCL (medians): {', '.join(medians)}."
+    yield ""
+
+
+def gpu_one_rank(figures: dict[str, Any]) -> Iterator[str]:
+    """A row per ZeRO level."""
+    rows = []
+    for row in (row for row in figures["ranks"] if "step_ms" in row):
+        cells = [str(row["zero"]), row["layout"], str(row["layers"]), f"{row['step_ms']:.0f}"]
+        cells += [f"{row['busy_ms']:.0f}" if "busy_ms" in row else "", f"{row['mfu_of_its_layers']:.3f}"]
+        cells += [f"{row[name]:.2f}" for name in ("predicted_gib", "allocated_gib")]
+        rows.append([*cells, f"{row['launches']:,.0f}" if "launches" in row else ""])
+    columns = "ZeRO | one rank of 70B | layers | ms | GPU busy, ms | MFU | GiB predicted | GiB | launches"
+    yield from _table(columns, rows)
+
+
+def gpu_commands(figures: dict[str, Any]) -> Iterator[str]:
+    """Outcomes of the tests and of commands."""
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in figures["tests"].items())
+    yield f"Tests marked `gpu`: {outcomes}."
+    killed = figures.get("kill_and_resume")
+    if killed:
+        yield (
+            f"A run killed after step {killed['killed_after_step']} resumes from its checkpoint of step "
+            f"{killed['newest_checkpoint']}; {killed['losses_bit_equal_to_an_uninterrupted_runs']} losses "
+            "are those of a run without a kill, bit for bit."
+        )
+    yield ""
+
+
 def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
     """How many plans of models work, which, and why others do not."""
     names: dict[str, list[str]] = {}
@@ -57,14 +198,14 @@ def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
     yield "| outcome | configurations | |"
     yield "|---|---|---|"
     yield f"| works | {counts['works']} | {', '.join(dict.fromkeys(names['works']))} |"
-    yield f"| refused: experts, latent attention | {counts['refused']} | with the expert axis |"
-    for name, what in (("not built", "takes no token ids alone, or is part of another model"), ("fails", "")):
-        rows = [row for row in results["plans"] if row["outcome"] == name]
-        reasons = ", ".join(
-            f"{row['model']} ({row['why'].split(':', 1)[-1].strip()})" if name == "fails" else row["model"]
-            for row in rows
-        )
-        yield f"| {name}{': ' if what else ''}{what} | {len(rows)} | {reasons} |"
+    yield f"| refused: experts, latent attention | {counts['refused']} | come with the expert axis |"
+    others = {
+        "unfit": "refused: the forward pass does not fit the plan, in `transformers` neither",
+        "not built": "not tried: takes no token ids alone, cannot be made small, or is part of another model",
+    }
+    for name, what in others.items():
+        models = dict.fromkeys(row["model"] for row in results["plans"] if row["outcome"] == name)
+        yield f"| {what} | {counts[name]} | {', '.join(models)} |"
 
 
 def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:

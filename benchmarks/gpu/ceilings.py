@@ -24,6 +24,8 @@ from .record import Record
 TOY = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab": 300}
 MODELS = {"1B": {"preset": "llama3.2-1b"}, "8B": {"preset": "llama3-8b"}}
 DEGREES = (1, 2, 8)
+NARROW = ((4096, 512), (8192, 1024), (2048, 1024))
+"""Weights ``[out, in]`` of row-parallel layers, narrow as those of many tensor ranks."""
 HEADS = {"1B": (32, 8, 64), "8B": (32, 8, 128)}
 """Heads, KV heads, and width."""
 
@@ -41,6 +43,9 @@ def run(record: Record) -> None:
                 row = {"model": name, "tensor": tensor, "weight": parameter}
                 with record.attempt(f"product with {parameter} of {name}, tensor {tensor}"):
                     record.add("matrix_products", row | _product(bench, *shape))
+    for shape in ((64, 32),) if bench.pretend else NARROW:
+        with record.attempt(f"forms of the weight gradient {shape}"):
+            record.add("weight_gradient_forms", _forms(bench, *shape))
     for name, heads in {"toy": (4, 2, 16)}.items() if bench.pretend else HEADS.items():
         for tokens in (64,) if bench.pretend else (4096, 8192):
             for kernel, action in _kernels(bench, *heads, tokens):
@@ -96,6 +101,31 @@ def _product(bench: Bench, out: int, inputs: int) -> dict[str, Any]:
     flops = 2.0 * tokens * out * inputs
     rates = {f"{name}_tflops": flops / bench.seconds(action) / 1e12 for name, action in actions.items()}
     return {"tokens": tokens, "out": out, "in": inputs} | rates
+
+
+def _forms(bench: Bench, out: int, inputs: int) -> dict[str, Any]:
+    """TFLOP/s of a weight gradient that is added to a float32 total, in several forms."""
+    tokens = 64 if bench.pretend else 8192
+    x, gradient = bench.random(tokens, inputs), bench.random(tokens, out)
+    total = torch.zeros((out, inputs), device=bench.device)
+    half = tokens // 2
+
+    def in_halves() -> None:
+        for rows in (slice(half), slice(half, None)):
+            WeightGradient(gradient[rows], x[rows]).add_to(total, False)
+
+    actions: dict[str, Callable[[], Any]] = {
+        "added": lambda: WeightGradient(gradient, x).add_to(total, False),
+        "overwritten": lambda: WeightGradient(gradient, x).add_to(total, True),
+        "transposed": lambda: WeightGradient(x, gradient).add_to(total.t(), False),
+        "in halves": in_halves,
+        "bf16, then added": lambda: total.add_(gradient.t() @ x),
+        "bf16 alone": lambda: gradient.t() @ x,
+    }
+    flops = 2.0 * tokens * out * inputs
+    return {"out": out, "in": inputs} | {
+        f"{name}, tflops": flops / bench.seconds(action) / 1e12 for name, action in actions.items()
+    }
 
 
 def _copies(record: Record, bench: Bench) -> None:

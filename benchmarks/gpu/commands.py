@@ -22,11 +22,11 @@ import yaml
 from .record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
-SLICES = max(1, min(6, (os.cpu_count() or 1) // 3))
-"""Of the tests, each in a process of its own."""
+SLICES = max(1, min(5, (os.cpu_count() or 1) // 3))
+"""Of tests of one rank, each in a process of its own; those of several ranks share one and its workers."""
 ENDING = 3.0
 """Seconds that are left for the last figures."""
-EVERY, STEPS = 8, 24
+EVERY, STEPS = 8, 40
 """Steps between checkpoints, and of the run that nothing interrupts."""
 
 
@@ -51,16 +51,12 @@ class Tests:
 
     def __init__(self, record: Record, file: Path) -> None:
         self._record, self._file = record, file
-        command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-p", "gpu.outcomes", "-vvv"]
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "gpu.outcomes", "-vvv"]
         command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-        self._processes = [
-            subprocess.Popen(
-                [*command, "--slice", f"{number}/{SLICES}"],
-                cwd=ROOT,
-                env=os.environ | {"HEXAD_OUTCOMES": str(file)},
-            )
-            for number in range(SLICES)
-        ]
+        parts = [["tests/gpu/test_ranks.py"]]
+        parts += [["tests/gpu/test_engine.py", "--slice", f"{n}/{SLICES}"] for n in range(SLICES)]
+        variables = os.environ | {"HEXAD_OUTCOMES": str(file)}
+        self._processes = [subprocess.Popen([*command, *part], cwd=ROOT, env=variables) for part in parts]
 
     def finish(self) -> None:
         """Wait until the tests have ended, or the time is up."""
@@ -145,24 +141,29 @@ class Run:
         self.hexad(*self._arguments(name, overrides))
         return self.losses(name)
 
-    def killed(self, name: str, after: int, *overrides: str) -> tuple[int, int]:
-        """Kill a run, which is one process, after a step; returns the last step and that of its newest
-        checkpoint.
+    def killed(self, name: str, *overrides: str) -> tuple[int, int]:
+        """Kill a run, which is one process, once it has a checkpoint; returns the last step and that of its
+        newest checkpoint.
 
         Raises:
-            RuntimeError: it ended before.
+            RuntimeError: it ended before, or the time is up.
         """
         command = [sys.executable, "-m", "hexad.cli.main", *self._arguments(name, overrides)]
         process = subprocess.Popen(command)
         end = time.monotonic() + self._record.left() - ENDING
-        while len(self.losses(name)) < after and process.poll() is None and time.monotonic() < end:
+        while not self._saved(name) and process.poll() is None and time.monotonic() < end:
             time.sleep(0.02)
         if process.poll() is not None:
             raise RuntimeError(f"the run ended by itself, with exit status {process.returncode}")
         process.kill()
         process.wait()
-        saved = [int(path.name[5:]) for path in (self.directory / name).glob("checkpoints/step-*")]
-        return len(self.losses(name)), max(saved, default=0)
+        if not (saved := self._saved(name)):
+            raise RuntimeError("the time was up before the first checkpoint was complete")
+        return len(self.losses(name)), max(saved)
+
+    def _saved(self, name: str) -> list[int]:
+        """Steps of complete checkpoints: directories get their names at the end."""
+        return [int(path.name[5:]) for path in (self.directory / name).glob("checkpoints/step-*")]
 
     def losses(self, name: str) -> list[float]:
         """One loss per step so far."""
@@ -185,7 +186,7 @@ def _commands(record: Record, directory: Path, tests: Tests) -> None:
 
     def resumed(alone: Future[list[float]]) -> dict[str, Any]:
         # More steps than it makes, so that the kill finds it at work.
-        last, saved = run.killed("killed", EVERY + 2, "run.steps=100000")
+        last, saved = run.killed("killed", "run.steps=100000")
         losses = run.train("killed", f"run.steps={max(last, saved) + 4}")
         whole = alone.result()
         common = min(len(losses), len(whole))

@@ -38,10 +38,8 @@ class _One(int):
 class Alone(Axis):
     """An axis of one rank whose calls are made."""
 
-    @property
-    def size(self) -> int:
-        """As 1, see the module."""
-        return _One(1)
+    def __post_init__(self) -> None:
+        self.size = _One(1)  # see the module
 
 
 def run(record: Record) -> None:

@@ -1,8 +1,9 @@
 """One rank of a 70B model with tensor 8, pipeline 8, data 8 and ZeRO 3, without its 511 peers.
 
-Every collective ends at once with numbers of this rank, on a stream of its own as NCCL's. What remains is
-what the rank itself needs: the time of its kernels, the time in which they wait for the host, and memory,
-beside Hexad's prediction. The rank is in the middle of the pipeline.
+Every collective ends at once with numbers of this rank: one copy, on the stream that computes, which takes
+the host less than a call of NCCL (the step ``nccl`` measures those). What remains is what the rank itself
+needs: the time of its kernels, the time in which they wait for the host, and memory, beside Hexad's
+prediction. The rank is in the middle of the pipeline.
 
 PyTorch's backend ``fake`` leaves results as they were: numbers that are not finite would make Hexad leave out
 the update, and a GPU multiplies zeros faster than numbers.
@@ -182,7 +183,6 @@ class Alone(Forwarding):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._stream: Any = None
         self._noise: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def forward(
@@ -195,32 +195,23 @@ class Alone(Forwarding):
     ) -> _Done:
         """Sums as if the others had zeros, anything else as if they had what this rank has; of a message the
         same normal numbers each time."""
-        if not inputs and outputs:
-            return self._done(outputs[0].view(-1), self._numbers(outputs[0]))
         if not outputs or outputs is inputs:
-            return self._done()
-        (given,), (output,) = inputs, outputs
-        if kind == "all_gather":
-            return self._done(output.view(-1), given.view(-1), self.members)
-        if kind == "reduce_scatter":
-            part = given.view(self.members, -1)[self.place]
-            return self._done(None if part.data_ptr() == output.data_ptr() else output.view(-1), part)
-        count = min(output.numel(), given.numel())
-        return self._done(output.view(-1)[:count], given.view(-1)[:count])
-
-    def _done(self, target: Tensor | None = None, source: Tensor | None = None, times: int = 1) -> _Done:
-        """Copy, if there is something to copy, so many times one after the other, behind what the current
-        stream has been given."""
-        if target is None or source is None:
-            return _Done(None)
-        if target.device.type == "cpu":
-            _copy(target.data, source, times)
-            return _Done(None)
-        self._stream = self._stream or torch.cuda.Stream(target.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            _copy(target.data, source, times)
-            return _Done(self._stream.record_event(), (target, source))
+            return _DONE
+        output = outputs[0].detach()
+        if not inputs:
+            output.view(-1).copy_(self._numbers(output))
+        elif kind == "all_gather":
+            source = inputs[0].detach()
+            own = source.data_ptr() - output.data_ptr()
+            if 0 <= own < output.nbytes:
+                source = source.clone()
+            torch.cat([source.view(-1)] * self.members, out=output.view(-1))  # contiguous, as NCCL writes
+        else:
+            start = self.place * output.numel() if kind == "reduce_scatter" else 0
+            source = inputs[0].detach().view(-1)[start : start + output.numel()]
+            if source.data_ptr() != output.data_ptr():
+                output.view(-1)[: source.numel()].copy_(source)
+        return _DONE
 
     def _numbers(self, tensor: Tensor) -> Tensor:
         key = tensor.numel(), tensor.dtype
@@ -235,32 +226,19 @@ class Alone(Forwarding):
     abort = shutdown
 
 
-def _copy(target: Tensor, source: Tensor, times: int) -> None:
-    """In one contiguous pass, as NCCL writes."""
-    if times == 1:
-        target.copy_(source)
-        return
-    own = source.data_ptr() - target.data_ptr()
-    inside = 0 <= own < target.numel() * target.element_size()
-    torch.cat([source.clone() if inside else source.data] * times, out=target)
-
-
 class _Done:
-    """A collective that waits for nobody: torch's ``Work``."""
-
-    def __init__(self, event: Any, tensors: Any = None) -> None:
-        self._event, self._tensors = event, tensors
+    """A collective that is over: torch's ``Work``."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """Let the current stream wait for the copy."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        """At once: what follows on the stream comes after it."""
         return True
 
     def is_completed(self) -> bool:
-        """Whether the copy has been made."""
-        return self._event is None or self._event.query()
+        """It is."""
+        return True
 
+
+_DONE = _Done()
 
 dist.Backend.register_backend(
     "alone", lambda store, rank, size, timeout: Alone(rank, size), devices=["cpu", "cuda"]

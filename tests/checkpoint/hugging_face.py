@@ -101,13 +101,19 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 @contextmanager
-def exact_norms() -> Iterator[None]:
-    """transformers computes RMSNorm in float32 whatever the format; here as it stands."""
+def exact_functions() -> Iterator[None]:
+    """transformers computes RMSNorm, and the sines and cosines of rotary positions, in float32 whatever the
+    format; here RMSNorm as it stands, and those rounded from float64, as ours are."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
+    def rounded(function: Any) -> Any:
+        return lambda x: function(x.double()).to(x.dtype)
+
+    cos, sin = (rounded(function) for function in (torch.Tensor.cos, torch.Tensor.sin))
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(torch.Tensor, cos=cos, sin=sin))
         for norm in rms_norms():
             stack.enter_context(mock.patch.multiple(norm, forward=forward))
         yield

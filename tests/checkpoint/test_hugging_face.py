@@ -112,7 +112,7 @@ def test_an_imported_model_computes_the_same(name: str, tmp_path: Path) -> None:
     source = theirs.save(name, tmp_path / "hf", torch.float64)
     convert("import", source, tmp_path / "ours")
     model = theirs.load(source)
-    with theirs.exact_norms(), torch.no_grad():
+    with theirs.exact_functions(), torch.no_grad():
         wanted = model(sequences()).logits
     assert wanted.dtype == torch.float64
     ours = logits(tmp_path / "ours", sequences())
@@ -144,7 +144,7 @@ def test_texts_that_grow_beyond_the_original_length_of_longrope(tmp_path: Path) 
     texts = generate_all(loaded(tmp_path / "ours", "fp64"), prompts, 12, Sampling(), lambda *_: False)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = list(prompt)
-        with theirs.exact_norms(), torch.no_grad():
+        with theirs.exact_functions(), torch.no_grad():
             for _ in range(12):
                 ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
         assert text == ids[len(prompt) :]
@@ -183,7 +183,7 @@ def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path
     assert (document["dtype"], document["files"]) == ("float64", ["model.safetensors"])
     model = theirs.load(tmp_path / "out")
     assert model.config.model_type == family
-    with theirs.exact_norms(), torch.no_grad():
+    with theirs.exact_functions(), torch.no_grad():
         wanted = model(sequences(257)[:, :16]).logits
     ours = logits(run.directory, sequences(257)[:, :16])
     assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
@@ -342,7 +342,7 @@ def test_switches_choose_the_architecture(
     document = convert("export", run.directory, tmp_path / "out")
     assert document["family"] == family
     assert document["notes"][0].startswith(f"written as {family}")
-    with theirs.exact_norms(), torch.no_grad():
+    with theirs.exact_functions(), torch.no_grad():
         wanted = theirs.load(tmp_path / "out")(sequences(257)[:, :16]).logits
     values = logits(run.directory, sequences(257)[:, :16])
     assert float((values - wanted).abs().max() / wanted.abs().max()) < 1e-10

@@ -82,7 +82,7 @@ class Model(nn.Module):
         self.to(DTYPE)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(layer(x))  # each is called twice: gradients of both calls count
         return self.head(self.norm(x))
@@ -138,6 +138,10 @@ def in_a_plain_loop(tied: bool, plan: dict[str, str]) -> tuple[list[float], dict
         for parameter in model.parameters():
             nn.init.ones_(parameter)
     parallelize(model, mesh_of(dist.get_world_size()), plan)
+    with pytest.raises(HexadError, match="divided already"):
+        parallelize(model, mesh_of(dist.get_world_size()), plan)
+    model.requires_grad_(False)
+    model = copy.deepcopy(model).requires_grad_()  # gradients of copies are complete too
     losses = plain_loop(model, lambda batch: list(batch.split(2)))
     return losses, model.state_dict()
 
@@ -156,8 +160,8 @@ def test_a_plain_loop_computes_what_one_process_does(tied: bool, world: int, poo
 
 def by_engine(
     tensor: int, zero: int, directory: Path | None, load: Path | None = None
-) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of some steps, of which the state is saved after the last."""
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses and gradient norms of some steps, and the weights that they have trained; the state is saved."""
     mesh = mesh_of(tensor)
     model = Model()
     parallelize(model, mesh, PLAN)
@@ -180,11 +184,12 @@ def by_engine(
         engine.reduce()
         norms.append(engine.update(1e-2))
         losses.append(float(total))
+    state = engine.state_dict(exclude_frozen=True)
     if directory is not None:
         checkpointer.save(engine.chunks(), engine.progress())
         checkpointer.wait()
     checkpointer.close()
-    return losses, norms
+    return losses, norms, state
 
 
 MORE = ((2, 2, 0), (4, 2, 2), (4, 2, 3), (6, 3, 1))
@@ -199,11 +204,14 @@ def test_an_engine_computes_what_one_process_does(
 ) -> None:
     for name in ("one", "many"):
         (tmp_path / name).mkdir()
-    losses, norms = by_engine(1, 0, tmp_path / "one")
+    losses, norms, weights = by_engine(1, 0, tmp_path / "one")
     results = pool.run(world, by_engine, tensor, zero, tmp_path / "many")
-    for _, given in results:
+    for _, given, state in results:
         assert given == pytest.approx(norms, rel=1e-11)
-    means = [sum(step) / tensor for step in zip(*(given for given, _ in results))]
+        assert state.keys() == weights.keys() and "layers.1.down.weight" not in state
+        for name, values in weights.items():
+            torch.testing.assert_close(state[name], values, rtol=1e-9, atol=1e-11)
+    means = [sum(step) / tensor for step in zip(*(given for given, *_ in results))]
     assert means == pytest.approx(losses, rel=1e-11)
     # What many saved one loads, and what one saved many load; the steps that follow agree.
     (one,), (many,) = ((tmp_path / name / "checkpoints").glob("step-*") for name in ("one", "many"))
@@ -296,6 +304,8 @@ def halves(autocast: bool) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
     y.square().sum().backward()
     again = copy.deepcopy(model)
     again.load_state_dict({name: value + 1 for name, value in state.items()})
+    with pytest.raises(RuntimeError, match=r"0.bias: found shape \(4,\), the model has \(8,\)|size mismatch"):
+        again.load_state_dict({**state, "0.bias": torch.zeros(4)})
     saved = model.state_dict()
     assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
     return y.detach(), x.grad, saved, again(x.detach()).detach()
@@ -348,9 +358,25 @@ class Odd(nn.Linear):
         return F.linear(input, self.weight) * 2
 
 
+class Between(Odd):
+    """Calls a class that does not call ``torch.nn.Linear``'s."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) / self.weight.norm()
+
+
 class Misfits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.between, self.scaled, self.named = Between(6, 6), Scaled(6, 6), nn.Linear(6, 6)
+        self.named.gathers = True
+        self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.norm, self.good = nn.LayerNorm(6), nn.Embedding(8, 6)
         self.linear, self.other, self.table = nn.Linear(6, 5), Odd(6, 6), nn.Embedding(7, 6, max_norm=1.0)
         self.shared, self.alias = nn.Linear(6, 6), nn.Linear(6, 6)
         self.alias.weight = self.shared.weight
@@ -376,19 +402,35 @@ REFUSED = {
         {"linear": "column"},
         r"plan: linear is colwise: found 5 outputs, which do not divide by 2 tensor",
     ),
-    "kind": ({"table": "column"}, r"plan: table is colwise: found a Embedding; expected a torch.nn.Linear"),
-    "forward": ({"other": "column"}, r"plan: other is colwise: found a Odd; expected a torch.nn.Linear"),
+    "kind": ({"table": "column"}, r"plan: table is colwise: found Embedding; expected torch.nn.Linear"),
+    "forward": ({"other": "column"}, r"plan: other is colwise: found Odd; expected torch.nn.Linear"),
     "option": ({"table": "vocab"}, r"plan: table is embedding_rowwise: found max_norm"),
     "shared": (
         {"shared": "column"},
         r"plan: shared is colwise: found a weight that shared shares|that alias shares",
     ),
-    "attention": ({"attention.out_proj": "row"}, r"plan: attention.out_proj is rowwise: found "),
+    "attention": (
+        {"attention.out_proj": "row"},
+        r"plan: attention.out_proj is rowwise: found (part of a|NonDyn)",
+    ),
     "heads": (
         {"heads.q_proj": "column"},
         r"found 3 heads of 2 features, which do not divide by 2 tensor ranks",
     ),
     "none": ({}, r"plan: found none for Misfits"),
+    "text": ("auto", r"plan: found 'auto', expected a mapping"),
+    "between": ({"between": "column"}, r"found Between; expected torch.nn.Linear"),
+    "scaled": ({"scaled": "row"}, r"found Scaled; expected torch.nn.Linear"),
+    "attribute": ({"named": "column"}, r"found an attribute 'gathers'"),
+    "computed": ({"good": "vocab", "computed": "column"}, r"found a weight that is computed"),
+    "parameter": ({"named.weight": "colwise"}, r"found a layer's parameter; name the layer"),
+    "container": ({"heads": "partial"}, r"found Module without parameters; name what is inside it"),
+    "no embedding": ({"norm": "sequence"}, r"found sequence_parallel without an embedding; give .* 'vocab'"),
+    "nothing": ({"norm": "sequence", "good": "vocab"}, r"sequence_parallel and nothing for between.weight"),
+    "split": (
+        {"norm": "sequence", "scaled": "row_split"},
+        r"rowwise_split_input: found with sequence_parallel",
+    ),
 }
 
 
@@ -417,3 +459,28 @@ def test_an_undivided_model_is_clipped_as_by_torch() -> None:
     )
     for name, parameter in other.named_parameters():
         torch.testing.assert_close(one.get_parameter(name).grad, parameter.grad, rtol=1e-12, atol=0)
+
+
+def with_context() -> str:
+    with pytest.raises(HexadError) as caught:
+        parallelize(Model(), mesh_of(context=2), PLAN)
+    return str(caught.value)
+
+
+def test_context_ranks_are_refused(pool: Pool) -> None:
+    assert pool.run(2, with_context)[0].startswith("mesh: found 2 context ranks")
+
+
+def beyond() -> list[str]:
+    model = parallelize(Model(), mesh_of(2), PLAN)
+    said = []
+    for index in (-1, VOCAB):
+        with pytest.raises(IndexError) as caught:
+            model(torch.full((1, 2), index))
+        said.append(str(caught.value))
+    return said
+
+
+def test_indices_outside_a_table_are_an_error(pool: Pool) -> None:
+    wanted = [f"found the index {index} in a table of {VOCAB}" for index in (-1, VOCAB)]
+    assert pool.run(2, beyond) == [wanted, wanted]

@@ -1,5 +1,6 @@
 """Users' models in pipeline stages, with tensor and data ranks, against one process."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from hexad import Engine, Layout, Mesh, parallelize, pipeline
+from hexad import Engine, HexadError, Layout, Mesh, parallelize, pipeline
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.manifest import read_manifest
 from hexad.comm import all_reduce
 
 from ..layers import CPU
-from ..pool import Pool
+from ..pool import Pool, RankError
 from ..training.test_modules import module_config
 from .small_models import Kind, Wide
 from .test_transformers import USUAL
@@ -136,7 +138,7 @@ def test_models_of_transformers(
 def test_a_checkpoint_is_that_of_the_undivided_model(
     folder: str, schedule: str, pool: Pool, tmp_path: Path
 ) -> None:
-    """Saved by tensor 2 x pipeline 2 (x data 2), with a tied head and an untied one; read by one process."""
+    """Saved by tensor 2 x pipeline 2 (x data 2), with a tied head and another one; read by one process."""
     kind = Kind(folder, USUAL[folder])
     degrees, virtual = {"tensor": 2, "pipeline": 2}, 2 if schedule == "interleaved" else 1
     results = pool.run(
@@ -155,3 +157,103 @@ def test_a_checkpoint_is_that_of_the_undivided_model(
     losses, norms = one_process(kind, saved)
     assert results[0][0] == pytest.approx(losses, rel=1e-11)
     assert results[0][1] == pytest.approx(norms, rel=1e-9)
+
+
+class Plain(nn.Module):
+    """Of a user's own: how its layers are called, or what they return, can be unfit for stages."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind, self.embed = kind, nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(4))
+        if kind == "shared":
+            self.blocks[3].linear.weight = self.blocks[0].linear.weight
+        self.head = nn.Linear(8, 20)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for block in self.blocks:
+            if self.kind.startswith("checkpoint"):
+                x = checkpoint(block, x, use_reentrant=self.kind == "checkpoint, reentrant")
+            else:
+                x = block(x, first) if self.kind == "first" else block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *first: Tensor) -> Any:
+        y = x + torch.tanh(self.linear(x)) + sum(first)
+        return (y, None) if self.kind == "tuple" else y
+
+
+def staged(kind: str, world: int = 2, **how: Any) -> tuple[list[float], str]:
+    """Losses of a user's model in stages, or what is said about it."""
+    mesh = Mesh.create(Layout(world=world, pipeline=world), CPU)
+    losses = []
+    try:
+        places = {"layers": "blocks", "before": "embed", "after": ["head"], **how}
+        pipelined = pipeline(
+            Plain(kind), mesh, boundary=lambda batch: (*batch.shape, 8), loss=square_sum, **places
+        )
+        engine = pipelined.engine(module_config(0))
+        for step in range(STEPS):
+            tokens = torch.randint(20, (4, 3), generator=torch.Generator().manual_seed(step))
+            engine.begin(2)
+            total = engine.accumulate(list(tokens.split(2)))
+            engine.reduce()
+            engine.update(0.01)
+            losses.append(float("nan") if total is None else float(total))
+    except HexadError as error:
+        if world > 1:
+            raise
+        return [], str(error)
+    return losses, ""
+
+
+def square_sum(output: Tensor, _: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def test_a_users_model(pool: Pool) -> None:
+    (losses, said), wanted = pool.run(2, staged, "plain")[1], staged("plain", 1)[0]
+    assert not said and losses == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("shared", "layers: found blocks.3.linear.weight, which a layer of another stage shares"),
+        ("tuple", "layers: found tuple as the result of Block, expected one tensor"),
+        ("checkpoint", "pipeline: found torch.utils.checkpoint around the layers"),
+        ("checkpoint, reentrant", "pipeline: found torch.utils.checkpoint around the layers"),
+    ],
+)
+def test_models_that_do_not_fit_stages(kind: str, message: str, pool: Pool) -> None:
+    with pytest.raises(RankError) as caught:  # a rank fails, and its neighbour finds it gone
+        pool.run(2, staged, kind)
+    assert message in str(caught.value)
+
+
+def test_what_is_used_beyond_the_first_layer_is_seen(pool: Pool) -> None:
+    assert math.isnan(pool.run(2, staged, "first")[1][0][0])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"layers": "block"}, "layers: found 'block', expected the path of a list in Plain"),
+        (
+            {"after": []},
+            "pipeline: found the parameter head.weight, which is neither in the layers nor before",
+        ),
+        ({"schedule": "auto"}, "schedule: found auto"),
+    ],
+)
+def test_wrong_places_are_refused(how: dict[str, Any], message: str) -> None:
+    assert staged("plain", 1, **how)[1].startswith(message)

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad import Layout, Mesh, parallelize
+from hexad import HexadError, Layout, Mesh, parallelize
 
 from ..layers import CPU
 from ..pool import Pool
-from .small_models import Kind, trained
+from .small_models import Kind, loss_of, tokens_of, trained
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
@@ -52,3 +52,42 @@ def test_usual_models(folder: str, pool: Pool) -> None:
     losses, weights = largest_difference(Kind(folder, USUAL[folder]), 2, pool)
     assert losses < 1e-12
     assert weights < 1e-12
+
+
+def collectives(kind: Kind) -> dict[str, int]:
+    """Of one step."""
+    world = dist.get_world_size()
+    mesh = Mesh.create(Layout(world=world, tensor=world), CPU)
+    model = parallelize(kind.build(num_hidden_layers=3), mesh)
+    mesh.tensor.calls.clear()
+    loss_of(model, tokens_of()).backward()
+    return dict(mesh.tensor.calls)
+
+
+def test_layers_with_one_input_send_once(pool: Pool) -> None:
+    """Forward the embedding and two sums per layer, backward one for queries, keys and values, one for gate
+    and up, one for the head; its logits are gathered once."""
+    for calls in pool.run(2, collectives, Kind("llama", USUAL["llama"])):
+        assert calls == {"all_reduce": 1 + 2 * 3 + 2 * 3 + 1, "all_gather": 1}
+
+
+def refusal(kind: Kind) -> str:
+    world = dist.get_world_size()
+    with pytest.raises(HexadError) as caught:
+        parallelize(kind.build(), Mesh.create(Layout(world=world, tensor=world), CPU))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "world", "message"),
+    [
+        ("gpt_neox", 3, "query_key_value is colwise: found 4 heads of 24 features, which do not divide by 3"),
+        ("esmc", 2, "plan: found that of esmc, whose forward pass does not fit it"),
+        ("llama", 4, "k_proj is colwise: found 2 heads of 8 features, which do not divide by 4 tensor ranks"),
+    ],
+)
+def test_plans_that_a_model_does_not_fit_are_refused(
+    folder: str, world: int, message: str, pool: Pool
+) -> None:
+    for said in pool.run(world, refusal, Kind(folder, USUAL.get(folder, "EsmcConfig"))):
+        assert message in said

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def test_samples_do_not_depend_on_the_layout(
         assert rows([whole], consumed + 12) != expected
     parts = [loader(data_size, rank, micro) for rank in range(data_size)]
     assert rows(parts, consumed) == expected
-    assert all(part.microbatches == 12 // (micro * data_size) for part in parts)
+    assert all(part.microbatches(0) == 12 // (micro * data_size) for part in parts)
     for part in parts:
         part.close()
 
@@ -173,18 +174,20 @@ def test_steps_in_any_order_are_the_same(tmp_path: Path) -> None:
             assert rows([loader], consumed) == in_order[consumed]
 
 
-def test_next_step_is_read_ahead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [None, lambda consumed: 4 if consumed else 2])
+def test_next_step_is_read_ahead(size: Callable[[int], int] | None, tmp_path: Path) -> None:
     class Counting(DataLoader):
         def _read(self, consumed: int) -> list[Microbatch]:
             asked.append(consumed)
             return super()._read(consumed)
 
     asked: list[int] = []
-    with Counting(make(tmp_path / "a", [99]), sequence=5, micro=2, global_batch=4, seed=0) as loader:
-        loader.step(0)
-        loader.step(4)
-        loader.step(8)
-    assert asked[:3] == [0, 4, 8] and asked.count(4) == asked.count(8) == 1
+    steps = [0, 4, 8] if size is None else [0, 2, 6]
+    options: dict[str, Any] = {"sequence": 5, "micro": 2, "global_batch": 4, "seed": 0}
+    with Counting(make(tmp_path / "a", [99]), **options, size=size) as loader:
+        read = [loader.step(consumed) for consumed in steps]
+    assert asked[:3] == steps and all(asked.count(consumed) == 1 for consumed in steps)
+    assert [len(microbatches) for microbatches in read] == ([2, 2, 2] if size is None else [1, 2, 2])
 
 
 def test_errors_of_reading_ahead_surface_at_the_step(tmp_path: Path) -> None:

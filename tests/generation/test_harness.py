@@ -92,7 +92,7 @@ def test_it_gives_what_the_harness_computes_with_transformers(adapter: Any, trai
 
     others = {"max_new_tokens": 3, "until": [], "top_k": None, "num_beams": 1, "temperature": 0}
     asked = [("line", UNTIL), ("1: 1", UNTIL), ("line", others), ("2", {**others, "do_sample": False})]
-    with theirs.exact_norms():
+    with theirs.exact_functions():
         reference = HFLM(str(trained.with_name("hf")), device="cpu", dtype="float64", max_length=16)
         scored = reference.loglikelihood(requests("loglikelihood", *PAIRS), disable_tqdm=True)
         texts = [("line 9: 81 " * 6,), ("short",)]
@@ -118,7 +118,7 @@ def test_likelihoods_are_those_of_transformers(adapter: Any, trained: Path) -> N
     encode = ByteTokenizer().encode
 
     def expected(before: list[int], after: list[int]) -> tuple[float, bool]:
-        with torch.no_grad(), theirs.exact_norms():
+        with torch.no_grad(), theirs.exact_functions():
             logits = reference(torch.tensor([before + after])).logits[0, len(before) - 1 : -1]
         ids = torch.tensor(after)
         total = logits.log_softmax(-1).gather(1, ids[:, None]).sum()

@@ -1,6 +1,6 @@
 """One GPU gives the CPU's numbers; skipped without one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -59,16 +59,19 @@ def _losses(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
+    ("dtype", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
 )
 def test_losses_equal_the_cpus(family: str, dtype: str, tolerance: float) -> None:
     assert _losses("cuda", dtype, family) == pytest.approx(_losses("cpu", dtype, family), rel=tolerance)
 
 
 @pytest.fixture
-def eight_bits() -> None:
+def eight_bits() -> Iterator[None]:
     if not has_fp8(torch.device("cuda", 0)):
         pytest.skip("the GPU has no fp8 units")
+    # On a CPU with AMX units oneDNN multiplies 8-bit matrices, without them: 36 s where PyTorch takes 0.2.
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
 
 
 @pytest.mark.usefixtures("eight_bits")
@@ -78,7 +81,8 @@ def test_eight_bit_products(family: str, compiled: str) -> None:
     """The GPU's units against the CPU's emulation, which rounds alike and sums in another order."""
     losses = _losses("cuda", "fp8", family, compiled)
     assert losses == pytest.approx(_losses("cpu", "fp8", family), rel=2e-2)
-    assert losses != _losses("cuda", "bf16", family, compiled)
+    if compiled != "full":  # whose blocks would be compiled once more
+        assert losses != _losses("cuda", "bf16", family, compiled)
 
 
 @pytest.mark.usefixtures("eight_bits")
@@ -116,11 +120,13 @@ def test_dropout_drops_what_it_drops_on_a_cpu(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_host_makes_the_update(dtype: str, zero: int) -> None:
-    """Copies to and from pinned memory arrive before they are used."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 1e-4)])
+def test_the_host_makes_the_update(dtype: str, tolerance: float, zero: int) -> None:
+    """Copies to and from pinned memory arrive before they are used: a bucket's gradient of the step before
+    changes losses by up to 3e-4. Master values that differ in the last bit may round to another bf16 number,
+    which changes them by 4e-5."""
     losses = _losses("cuda", dtype, "llama", memory={"offload": "optimizer"}, parallel={"zero": zero})
-    assert losses == pytest.approx(_losses("cuda", dtype, "llama"), rel=1e-5)
+    assert losses == pytest.approx(_losses("cuda", dtype, "llama"), rel=tolerance)
 
 
 @pytest.mark.parametrize("compiled", ["none", "pointwise"])

@@ -3,17 +3,20 @@
 With two GPUs over NCCL. With one GPU both ranks share it, over :mod:`tests.staged`.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hexad import Engine, Layout, Mesh, load_config
+from hexad import Engine, Layout, Mesh, load_config, parallelize
 from hexad.topology.mesh import new_group
 
 from .. import staged
+from ..conversion.test_parallelize import IN_SEQUENCE, PLAN, InSequence, Model, even, plain_loop
 from ..pool import TIMEOUT, Pool
 from ..small import microbatches
 
@@ -38,8 +41,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[float]:
-    """Of a few steps on this rank; the pool's own group is replaced."""
+COMPILED = ("sequence", "zero 3", "pipeline zb_v")
+"""Layouts that are tried with compiled functions too."""
+CASES = [
+    *((layout, dtype, "none") for dtype in ("fp32", "bf16") for layout in LAYOUTS),
+    *((layout, "bf16", "pointwise") for layout in COMPILED),
+]
+
+
+def joined(gpus: int, store: str) -> tuple[torch.device, int]:
+    """This rank's device, and the size of the world; the pool's own group is replaced."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if world > 1 else 0
     device = torch.device("cuda", rank % gpus)
@@ -54,9 +65,15 @@ def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[
             timeout=timedelta(seconds=TIMEOUT),
             device_id=device if gpus > 1 else None,
         )
+    return device, world
+
+
+def losses(parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store: str) -> list[float]:
+    """Of a few steps on this rank."""
+    device, world = joined(gpus, store)
     config = load_config(
         {
-            "run": {"compile": "pointwise"},
+            "run": {"compile": compiled},
             "model": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300},
             "data": {"sequence": 64},
             "batch": {"micro": 1, "global": 8},
@@ -95,10 +112,46 @@ def test_groups_are_split_off_a_parent_of_ours() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks(layout: str, dtype: str, pool: Pool, tmp_path: Any) -> None:
+@pytest.fixture(scope="module")
+def of_one_rank(pool: Pool) -> Callable[[str, str], list[float]]:
+    """Losses of one rank."""
+    return cache(lambda *mode: pool.run(1, losses, {}, *mode, 1, "")[0])
+
+
+@pytest.mark.parametrize(("layout", "dtype", "compiled"), CASES)
+def test_two_ranks(
+    layout: str,
+    dtype: str,
+    compiled: str,
+    of_one_rank: Callable[[str, str], list[float]],
+    pool: Pool,
+    tmp_path: Any,
+) -> None:
     gpus = min(2, torch.cuda.device_count())
-    (wanted,) = pool.run(1, losses, {}, dtype, gpus, "")
-    for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, gpus, str(tmp_path / "store")):
+    wanted = of_one_rank(dtype, compiled)
+    store = str(tmp_path / "store")
+    for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, compiled, gpus, store):
         assert of_rank == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)
+
+
+DIVIDED = {"layers": (Model, PLAN), "in sequence": (InSequence, IN_SEQUENCE)}
+
+
+def losses_of_divided(kind: str, autocast: bool, gpus: int, store: str) -> list[float]:
+    """Of a user's model in a plain loop on this rank."""
+    device, world = joined(gpus, store)
+    make, plan = DIVIDED[kind]
+    model = parallelize(make(), Mesh.create(Layout(world=world, tensor=world), device), plan)
+    if autocast:
+        model.float()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        return plain_loop(model, lambda batch: [part.to(device) for part in even(batch)])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_divided_model(kind: str, autocast: bool, pool: Pool, tmp_path: Any) -> None:
+    gpus = min(2, torch.cuda.device_count())
+    (wanted,) = pool.run(1, losses_of_divided, kind, autocast, 1, "")
+    for of_rank in pool.run(2, losses_of_divided, kind, autocast, gpus, str(tmp_path / "store")):
+        assert of_rank == pytest.approx(wanted, rel=2e-2 if autocast else 1e-9)

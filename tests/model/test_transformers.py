@@ -14,7 +14,7 @@ from hexad.config import Config
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
 
-from ..checkpoint.hugging_face import rms_norms
+from ..checkpoint.hugging_face import exact_functions
 from ..layers import load_global, shard_of, whole_model
 from ..small import Tree, config_of, engine_of, microbatch_of, random_tokens
 
@@ -50,14 +50,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes RMSNorm in float32 whatever the dtype; in float64 it is as exact as ours."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
-
-    for norm in rms_norms():
-        monkeypatch.setattr(norm, "forward", forward)
+def _as_exact_as_ours() -> Iterator[None]:
+    with exact_functions():
+        yield
 
 
 DEFAULTS: Tree = {

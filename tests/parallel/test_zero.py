@@ -1,5 +1,8 @@
 """ZeRO's stages: bytes moved, bytes kept, and PyTorch's own DDP and FSDP2 as oracles."""
 
+import gc
+import weakref
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
@@ -318,3 +322,36 @@ def test_a_bucket_is_a_multiple_of_its_shards() -> None:
         (bucket,) = plan_buckets(held, 1e9, 4, 1, {"dense": shards})
         assert bucket.elements == (33, 32, 1) and bucket.offsets == (0, 64, 96)
         assert bucket.size == size and bucket.shard_size * shards == size
+
+
+def _made_once() -> tuple[int, bool, bool]:
+    """Calls of ``torch.full`` in a step of ZeRO 3, of which one is the optimizer's number of updates; whether
+    a flat tensor keeps its views, and whether it is freed with them."""
+    config = data_config(zero=3)
+    engine = engine_of(config)
+    batch = batch_of(config, engine.mesh.data.rank)
+    engine.train_step(batch)
+    made: Counter[str] = Counter()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made[str(function.overloadpacket)] += 1
+            return function(*args, **(kwargs or {}))
+
+    with Counted():
+        engine.train_step(batch)
+    bucket = engine.buckets[0]
+    flat = torch.zeros(bucket.plan.size)
+    views = bucket.views(flat)
+    same = bucket.views(flat) is views
+    left = [weakref.ref(flat), *map(weakref.ref, views)]
+    gc.disable()  # it would find a cycle
+    try:
+        del flat, views
+        return made["aten.full"], same, all(reference() is None for reference in left)
+    finally:
+        gc.enable()
+
+
+def test_what_stands_for_a_layer_is_made_once(pool: Pool) -> None:
+    assert pool.run(2, _made_once) == [(1, True, True)] * 2

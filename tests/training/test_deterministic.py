@@ -84,6 +84,8 @@ def test_an_operator_that_cannot_is_named(make_run: MakeRun, monkeypatch: pytest
 
 
 def test_a_gpu_is_set_up_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config as inductor
+
     name, gpu = "CUBLAS_WORKSPACE_CONFIG", torch.device("cuda")
     monkeypatch.setenv(name, ":16:8")  # restored afterwards
     with deterministic(True, gpu):
@@ -91,6 +93,8 @@ def test_a_gpu_is_set_up_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> 
         assert not torch.backends.cuda.mem_efficient_sdp_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
+        assert inductor.deterministic
+    assert not inductor.deterministic
     assert torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setenv(name, ":0:0")
     with (

@@ -103,7 +103,7 @@ def test_a_published_model_has_the_loss_of_transformers(tmp_path: Path, data: st
     model, total, count = theirs.load(source), 0.0, 0
     with DataLoader(data, sequence=24, micro=1, global_batch=1, seed=1234) as loader:
         batches = [loader.step(index)[0] for index in range(loader.samples)]
-    with theirs.exact_norms(), torch.no_grad():
+    with theirs.exact_functions(), torch.no_grad():
         for batch in batches:
             logits = model(batch.tokens).logits.flatten(0, 1)
             total += torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum").item()

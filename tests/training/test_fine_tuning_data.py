@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from ..checkpoint.hugging_face import exact_norms
+from ..checkpoint.hugging_face import exact_functions
 from ..dataset.chats import CONVERSATIONS, GENERATION, chat_tokenizer, write_lines
 from ..pool import Pool
 from .command import RunFile, call, write_run
@@ -61,7 +61,7 @@ def test_loss_and_gradient_equal_those_of_transformers(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM(config).double()
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(tmp_path / "hf")
-    with exact_norms():
+    with exact_functions():
         loss, norm = oracle(tmp_path / "hf", spec, conversations)
     facts = _packing(tmp_path / "d", 256)
     assert 1 < facts["samples"] < 9 and facts["too_long"] == 0

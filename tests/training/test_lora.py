@@ -115,7 +115,7 @@ def test_losses_are_those_of_peft(name: str, targets: Any, tmp_path: Path) -> No
     assert sum(parameter.numel() for parameter in trained) == trained_count(engine.config.model)
     optimizer = torch.optim.AdamW(trained, LR, (0.9, 0.95), 1e-4, 0.1)
     generator = torch.Generator().manual_seed(0)
-    with theirs.exact_norms():
+    with theirs.exact_functions():
         for _ in range(STEPS):
             batch = random_batch(generator)
             result = engine.train_step([batch])
@@ -272,7 +272,7 @@ def test_exports_compute_the_same(name: str, tmp_path: Path, data: str) -> None:
     model = peft.PeftModel.from_pretrained(theirs.load(source), tmp_path / "adapter", torch_dtype="auto")
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(source)
-    with theirs.exact_norms(), torch.no_grad():
+    with theirs.exact_functions(), torch.no_grad():
         plain = theirs.load(source)(tokens).logits
         wanted = theirs.load(tmp_path / "merged")(tokens).logits
         computed = model(tokens).logits

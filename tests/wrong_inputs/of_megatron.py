@@ -18,7 +18,11 @@ _MORE = (
     ("--mock-data --num-experts 8", "--num-experts: found 8, but experts are not supported yet"),
     (
         "--mock-data --rampup-batch-size 1 1 100",
-        "--rampup-batch-size: found 1 1 100, but batches have one",
+        "--rampup-batch-size: found 1 1 100, with --train-iters; use --train-samples",
+    ),
+    (
+        "--mock-data --step-batch-size-schedule 0:4",
+        "--step-batch-size-schedule: found 0:4, but batches grow by --rampup-batch-size alone",
     ),
     (
         "--mock-data --position-embedding-type alibi",

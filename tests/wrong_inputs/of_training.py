@@ -209,6 +209,19 @@ TRAIN = (
     ("train run.yaml parallel.data=4 --nproc 2", "parallel.data: found 4, but world 2"),
     ("train run.yaml parallel.data=3", "batch.global: found 4"),
     (
+        "train run.yaml batch.ramp=[4,2,9]",
+        "batch.ramp: found [4, 2, 9], whose start is not below batch.global 4",
+    ),
+    ("train run.yaml batch.ramp=[1,2,9]", "batch.ramp: found [1, 2, 9], whose increment 2 does not divide 3"),
+    (
+        "train --dry-run run.yaml batch.ramp=[2,1,9] parallel.data=2",
+        "batch.ramp: found [2, 1, 9], expected a start and an increment that are multiples of batch.micro",
+    ),
+    (
+        "train run.yaml batch.ramp=[1,1]",
+        "batch.ramp: found [1, 1], expected [start, increment, samples] or null",
+    ),
+    (
         "train run.yaml parallel.tensor=2 data.sequence=15",
         "parallel.sequence: batch.micro * data.sequence = 15 tokens do not divide by parallel.tensor 2",
     ),

@@ -234,7 +234,8 @@ def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
     from hexad.dataset.text.tokenizer import load_tokenizer
 
     samples = config.batch.micro * int(config.parallel.data)
-    config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": samples})})
+    batch = config.batch.model_copy(update={"global_": samples, "ramp": None})
+    config = config.model_copy(update={"batch": batch})
     tokenizer = load_tokenizer(config.data.tokenizer)
     with loader_from_config(config, 0, int(config.parallel.data), tokenizer) as loader:
         (read,) = loader.step(microbatch * samples)

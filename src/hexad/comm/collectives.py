@@ -9,7 +9,6 @@ as contiguous memory and corrupts it in silence.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -114,8 +113,7 @@ def _start(
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
-        with _labelled(kind.label):
-            return Pending(result, call(), made, axis, finish)
+        return Pending(result, _labelled(kind, "", call), made, axis, finish)
     except RuntimeError as error:
         raise CommError(f"{kind.what} failed: {error}") from error
 
@@ -131,13 +129,13 @@ def _kind(operation: str, axis: Axis, peer: int | None) -> Kind:
     return kind
 
 
-_UNLABELLED = nullcontext()
-
-
-def _labelled(label: str, suffix: str = "") -> AbstractContextManager[Any]:
-    """Names what is done inside in a profile, while one is made: a label takes several microseconds."""
+def _labelled(kind: Kind, suffix: str, action: Callable[..., T], *arguments: Any) -> T:
+    """Do something under a name in a profile, while one is made: a label takes several microseconds."""
     # The flag of all threads: that of one is not set in autograd's.
-    return torch.profiler.record_function(label + suffix) if profiler._is_profiler_enabled else _UNLABELLED
+    if not profiler._is_profiler_enabled:
+        return action(*arguments)
+    with torch.profiler.record_function(kind.label + suffix):
+        return action(*arguments)
 
 
 def _compact(ranks: tuple[int, ...]) -> str:
@@ -332,7 +330,8 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
 def _wait(call: Call, trace: Trace | None, action: Callable[[], T], work: Any = None) -> T:
     """Wait for a call by ``action``, noted in the trace, if there is one, and labelled for the profiler."""
     try:
-        with _labelled(call.kind.label, ".wait"):
-            return action() if trace is None else trace.wait(call, action, work)
+        if trace is None:
+            return _labelled(call.kind, ".wait", action)
+        return _labelled(call.kind, ".wait", trace.wait, call, action, work)
     except RuntimeError as error:
         raise CommError(f"{call.kind.what} failed: {error}") from error

@@ -155,6 +155,7 @@ class Wording:
         "model.train": ("'all' or [pattern, ...]", "a string"),
         "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
         "optimizer.betas": ("[beta1, beta2]", "a number"),
+        "batch.ramp": ("[start, increment, samples] or null", "an integer"),
     }
     """What to expect where several forms are good, or an item of a list has one: setting -> (whole, item)."""
     alternatively = "; or expected "

@@ -141,6 +141,39 @@ class BatchSettings(Settings):
     """Sequences per microbatch and data rank."""
     global_: Annotated[Integer, Field(ge=1, le=2**24, alias="global")] = 32
     """Sequences per step, over all data ranks. Microbatches times pipeline stages are at most 2^20."""
+    ramp: tuple[Width, Width, Positive] | None = None
+    """Smaller steps at the start of the run: ``[start, increment, samples]``. Steps have ``start`` sequences
+    at first and grow by ``increment`` at equal distances, to ``global`` after ``samples`` sequences. Learning
+    rates then go by samples: steps of ``lr_schedule`` are those of ``global`` sequences."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What must be a multiple of the sequences that all data ranks compute at a time, so that every
+        step's size is."""
+        return (self.global_, *(self.ramp or ())[:2])
+
+    def size(self, samples: int) -> int:
+        """Sequences of the step that begins after so many sequences."""
+        if self.ramp is None or samples > self.ramp[2] or self.ramp[0] >= self.global_:
+            return self.global_
+        start, increment, end = self.ramp
+        # Megatron-LM's arithmetic, whose rounding decides about the steps at which the size changes.
+        distance = end / ((self.global_ - start) / increment)
+        return min(start + int(samples / distance) * increment, self.global_)
+
+    def steps(self, samples: int) -> int:
+        """The run's steps with so many sequences; one that begins during the ramp may have some more."""
+        steps = consumed = 0
+        while self.ramp is not None and consumed <= min(self.ramp[2], samples):
+            consumed, steps = consumed + self.size(consumed), steps + 1
+        return steps + max(0, samples - consumed) // self.global_
+
+    def samples(self, steps: int) -> int:
+        """Sequences of the run's first steps."""
+        samples = 0
+        while steps and self.ramp is not None and samples <= self.ramp[2]:
+            samples, steps = samples + self.size(samples), steps - 1
+        return samples + steps * self.global_
 
 
 class ParallelSettings(Settings):
@@ -424,3 +457,8 @@ class Config(Settings):
     validate_: Annotated[ValidateSettings, Field(alias="validate")] = ValidateSettings()
 
     model_config = ConfigDict(serialize_by_alias=True)
+
+    @property
+    def complete_steps(self) -> float:
+        """The run's length in steps of ``batch.global`` sequences, in which learning rates are scheduled."""
+        return self.batch.samples(self.run.steps) / self.batch.global_

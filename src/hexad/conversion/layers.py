@@ -6,27 +6,25 @@ its class one that computes with them (:func:`convert`), which is also a subclas
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexad.comm import all_gather
-from hexad.config import HexadError
 from hexad.parallel.contributions import attached
 from hexad.parallel.inventory import Parameter, Position
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor import regions
-from hexad.parallel.tensor.embedding import embed
-from hexad.parallel.tensor.linear import column_linear, row_linear
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
-Module = TypeVar("Module", bound=nn.Module)
+ATTRIBUTES = ("shard", "declarations", "mesh", "inputs", "gathers", "splits", "second")
+"""What divided modules have besides their own."""
 
 
 class Converted(ShardedModule):
@@ -35,9 +33,19 @@ class Converted(ShardedModule):
 
     Attributes:
         mesh: of the run.
+        inputs: of all layers of the model.
     """
 
     mesh: Mesh
+    inputs: Inputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's. In a plain loop the gradients are summed of which each tensor rank has a part."""
+        for name, declaration in self.declarations.items():
+            parameter = self._parameters[name] if declaration.weights[0].partial else None
+            if parameter is not None and parameter.requires_grad and not hasattr(parameter, "sums_gradient"):
+                sum_gradient(parameter, self.shard)
+        return super().__call__(*args, **kwargs)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -47,11 +55,20 @@ class Converted(ShardedModule):
             destination[f"{prefix}{weight}"] = self._complete(parts)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        errors: list[str] = others[-1]
         for weight, parts in self._by_weight().items():
-            whole = state_dict.get(f"{prefix}{weight}")
-            rectangle = next(iter(parts.values())).pieces(self.shard.positions)[0][1]
-            if whole is not None and tuple(whole.shape) == rectangle.shape:
+            key = f"{prefix}{weight}"
+            whole, rectangle = (
+                state_dict.get(key),
+                next(iter(parts.values())).pieces(self.shard.positions)[0][1],
+            )
+            if whole is None:
+                continue
+            if tuple(whole.shape) == rectangle.shape:
                 state_dict |= {f"{prefix}{name}": self._part(whole, name, parts[name]) for name in parts}
+            else:
+                errors.append(f"{key}: found shape {tuple(whole.shape)}, the model has {rectangle.shape}")
+                state_dict |= {f"{prefix}{name}": self.get_parameter(name) for name in parts}
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _by_weight(self) -> dict[str, dict[str, Parameter]]:
@@ -139,49 +156,51 @@ def declare(
         shape = declaration.local_shape(module.shard.positions)
         part = torch.zeros(shape, dtype=whole.dtype, device=whole.device)
         parameter.data = part if whole.is_meta else fill(part, whole, declaration, module.shard)
-    if weights[0].partial:
-        sum_gradient(parameter, module.shard)
 
 
 def sum_gradient(parameter: nn.Parameter, shard: Shard) -> None:
     """Sum the gradient of a parameter, of which each tensor rank computes a part, in a plain loop; an engine
     does so once per step."""
+    reference = weakref.ref(parameter)
 
     def hook(gradient: Tensor) -> Tensor:
-        return gradient if attached(parameter) else regions.total(gradient, shard.tensor)
+        known = reference()
+        return gradient if known is None or attached(known) else regions.total(gradient, shard.tensor)
 
-    if parameter.requires_grad:
-        parameter.register_hook(hook)
-
-
-def _in_common_format(x: Tensor, *weights: Tensor | None) -> tuple[AbstractContextManager[Any], list[Any]]:
-    """Under autocast: the operands in its format, and a context without it."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:  # which autocast leaves as it is
-        return nullcontext(), [x, *weights]
-    dtype = torch.get_autocast_dtype(kind)
-    cast = [None if tensor is None else tensor.to(dtype) for tensor in (x, *weights)]
-    return torch.autocast(kind, enabled=False), cast
+    parameter.register_hook(hook)
+    parameter.sums_gradient = True  # type: ignore[attr-defined]  # copies of it lack this, and the hook
 
 
-def _rows(x: Tensor, sequence: bool) -> Tensor:
-    """``[..., h]`` -> ``[tokens, h]``; in sequence parallel ``[batch, tokens, h]``, by position first: the
-    ranks' tokens are runs of positions."""
-    if sequence:
-        if x.dim() != 3:
-            raise HexadError(
-                f"sequence_parallel: found an input of shape {tuple(x.shape)}; expected three dims"
-            )
-        x = x.transpose(0, 1)
-    return x.reshape(-1, x.shape[-1]).contiguous()
+class Inputs:
+    """The input of linear layers that are called with one tensor, one after the other (queries, keys and
+    values; gate and up): made ready once, so that its gradient is summed, and in sequence parallel its tokens
+    are gathered, once.
 
+    Args:
+        shard: of this rank.
+    """
 
-def _restored(y: Tensor, shape: torch.Size, sequence: bool) -> Tensor:
-    """The inverse of :func:`_rows` for an input of this shape; in sequence parallel there may be another
-    number of positions."""
-    if sequence:
-        return y.unflatten(0, (-1, shape[0])).transpose(0, 1)
-    return y.reshape(*shape[:-1], y.shape[-1])
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+
+    def ready(self, x: Tensor) -> Tensor:
+        """All tokens of ``x``, the same on all ranks, whose gradient is a sum over them."""
+        axis, recorded = self._shard.tensor, torch.is_grad_enabled() and x.requires_grad
+        if not recorded or torch.compiler.is_compiling():
+            return self._whole(x, axis)
+        last = self._last
+        if last is None or last[0]() is not x or last[1] != x._version:
+            made = self._whole(x, axis)
+            made.register_hook(self._forget)  # the backward pass needs no further copy
+            self._last = last = weakref.ref(x), x._version, made
+        return last[2]
+
+    def _whole(self, x: Tensor, axis: Axis) -> Tensor:
+        return regions.gathered_tokens(x, axis) if self._shard.sequence else regions.copied(x, axis)
+
+    def _forget(self, _: Tensor) -> None:
+        self._last = None
 
 
 class ColumnLinear(Converted, nn.Linear):
@@ -196,14 +215,8 @@ class ColumnLinear(Converted, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` -> ``[..., out_features (/ size)]``; in sequence parallel ``[batch, tokens /
         size, in_features]`` -> ``[batch, tokens, ...]``."""
-        plain, (x, weight, bias) = _in_common_format(input, self.weight, self.bias)
-        sequence = self.shard.sequence
-        with plain:
-            y = column_linear(_rows(x, sequence), weight, bias, self.shard)
-            y = _restored(y, input.shape, sequence)
-            return (
-                regions.gathered_last(y, self.shard.tensor)[..., : self.out_features] if self.gathers else y
-            )
+        y = F.linear(self.inputs.ready(input), self.weight, self.bias)
+        return regions.gathered_last(y, self.shard.tensor)[..., : self.out_features] if self.gathers else y
 
 
 class RowLinear(Converted, nn.Linear):
@@ -221,16 +234,15 @@ class RowLinear(Converted, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features (/ size)]`` -> ``[..., out_features]``; in sequence parallel ``[batch, tokens,
         ...]`` -> ``[batch, tokens / size, out_features]``."""
+        axis = self.shard.tensor
         weights = [self.weight, self.weight_1] if self.second else [self.weight]
-        plain, (x, bias, *weights) = _in_common_format(input, self.bias, *weights)
-        sequence = self.shard.sequence
-        with plain:
-            inputs = x.chunk(len(weights), dim=-1)
-            if self.splits:
-                inputs = tuple(regions.split_last(part, self.shard.tensor) for part in inputs)
-            parts = [row_linear(_rows(x, sequence), w, self.shard) for x, w in zip(inputs, weights)]
-            y = _restored(sum(parts[1:], start=parts[0]), input.shape, sequence)
-            return y if bias is None else y + bias
+        inputs = input.chunk(len(weights), dim=-1)
+        if self.splits:
+            inputs = tuple(regions.split_last(part, axis) for part in inputs)
+        first, *others = (F.linear(part, weight) for part, weight in zip(inputs, weights))
+        partial = sum(others, start=first)
+        y = regions.summed_tokens(partial, axis) if self.shard.sequence else regions.summed(partial, axis)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast computes in fewer bits
 
 
 class RowEmbedding(Converted, nn.Embedding):
@@ -239,21 +251,21 @@ class RowEmbedding(Converted, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., embedding_dim]``; in sequence parallel ``[batch, tokens]`` -> ``[batch,
         tokens / size, embedding_dim]``."""
-        sequence = self.shard.sequence
-        tokens = input.t() if sequence else input
-        y = embed(tokens.flatten(), self.weight, self.shard)
-        y = y.unflatten(0, (-1, *tokens.shape[1:])) if tokens.dim() else y[0]
-        y = y.transpose(0, 1) if sequence else y
-        return self._without_padding(input, y)
-
-    def _without_padding(self, input: Tensor, y: Tensor) -> Tensor:
-        """No gradient for the padding's row."""
-        if self.padding_idx is None or not y.requires_grad:
-            return y
-        padding = input == self.padding_idx
-        if self.shard.sequence:
-            padding = padding.chunk(self.shard.tensor.size, dim=1)[self.shard.tensor.rank]
-        return torch.where(padding[..., None], y.detach(), y)
+        axis, count = self.shard.tensor, len(self.weight)
+        first = axis.rank * count
+        if input.device.type == "cpu" and input.numel():  # a GPU's kernel would have to be waited for
+            low, high = (int(number) for number in input.aminmax())
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"found the index {low if low < 0 else high} in a table of {self.num_embeddings}"
+                )
+        rows = input - first
+        elsewhere = (rows < 0) | (rows >= count)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < count else None
+        partial = F.embedding(rows.masked_fill(elsewhere, 0), self.weight, padding)
+        partial = partial.masked_fill(elsewhere[..., None], 0)
+        return regions.summed_tokens(partial, axis) if self.shard.sequence else regions.summed(partial, axis)
 
 
 class ColumnEmbedding(Converted, nn.Embedding):

@@ -26,6 +26,9 @@ MISSING = {"apertus": {"**.mlp.act_fn": "partial"}}
 """What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
 which each rank sees its features."""
 
+UNFIT = ("doge", "esmc", "neomme")
+"""Types of models that cannot compute with the shards of their own plan, in ``transformers`` neither."""
+
 
 def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
     """Divide a model over the tensor ranks of a mesh, in place; all ranks call this together.
@@ -50,16 +53,9 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
     """
     if not isinstance(mesh, Mesh):
         raise HexadError(f"mesh: found {mesh!r}, expected a hexad.Mesh")
-    given = plan if plan is not None else _own_plan(module)
-    names = [name for name, _ in (*module.named_modules(), *module.named_parameters()) if name]
-    chosen = entries(given, names, strict=plan is not None)
-    if not chosen:
-        raise HexadError(
-            f"plan: found none for {type(module).__name__}; pass plan={{'layers.*.up': 'column', ...}}"
-        )
-    work = agreed(lambda: _Work.of(module, chosen, mesh), mesh.world)
+    work = agreed(lambda: _Work.of(module, _entries(module, plan), mesh), mesh.world)
     if mesh.tensor.size == 1:
-        return module
+        return module if any(p.is_meta for p in module.parameters()) else module.to(mesh.device)
     if not any(parameter.is_meta for parameter in module.parameters()):
         for tensor in (*module.parameters(), *module.buffers()):
             values = tensor.data.to(mesh.device).contiguous()
@@ -115,8 +111,29 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
             f"plan: found none, and {type(module).__name__} carries no plan of its own (tp_plan); pass "
             "plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
         )
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    return {**plan, **MISSING.get(str(kind), {})}
+    kind = str(getattr(getattr(module, "config", None), "model_type", ""))
+    if kind in UNFIT:
+        raise HexadError(
+            f"plan: found that of {kind}, whose forward pass does not fit it (transformers' own tensor "
+            "parallel fails too); pass plan={...}, or use data parallel ranks"
+        )
+    return {**plan, **MISSING.get(kind, {})}
+
+
+def _entries(module: nn.Module, plan: Mapping[str, str] | None) -> list[Entry]:
+    """What a plan, or the model's own, says of each module and parameter that it names."""
+    if not (plan is None or isinstance(plan, Mapping)):
+        raise HexadError(
+            f"plan: found {plan!r}, expected a mapping of names to styles, or None for the model's"
+        )
+    given = plan if plan is not None else _own_plan(module)
+    names = [name for name, _ in (*module.named_modules(), *module.named_parameters()) if name]
+    chosen = entries(given, names, strict=plan is not None)
+    if not chosen:
+        raise HexadError(
+            f"plan: found none for {type(module).__name__}; pass plan={{'layers.*.up': 'column', ...}}"
+        )
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -128,12 +145,14 @@ class _Work:
         chosen: the plan's entries.
         mesh: of the run.
         shard: of this rank.
+        inputs: of all layers.
     """
 
     module: nn.Module
     chosen: list[Entry]
     mesh: Mesh
     shard: Shard
+    inputs: layers.Inputs
 
     @classmethod
     def of(cls, module: nn.Module, chosen: list[Entry], mesh: Mesh) -> _Work:
@@ -142,14 +161,22 @@ class _Work:
         Raises:
             HexadError: they do not fit.
         """
-        sequence = any(entry.style == "sequence_parallel" for entry in chosen) and mesh.tensor.size > 1
+        if mesh_of(module) is not None:
+            raise HexadError(
+                "parallelize: found a model that is divided already; give one plan for all of it"
+            )
+        if mesh.context.size > 1:
+            raise HexadError(
+                f"mesh: found {mesh.context.size} context ranks, of whose tokens a user's attention would "
+                "see its own; use tensor, pipeline and data ranks"
+            )
+        in_sequence = any(entry.style == "sequence_parallel" for entry in chosen)
+        if in_sequence:
+            _check_sequence(module, chosen)
+        sequence = in_sequence and mesh.tensor.size > 1
         first = next(module.parameters()).dtype
-        work = cls(
-            module,
-            _with_ties(module, chosen),
-            mesh,
-            Shard({"tensor": mesh.tensor}, sequence, first, mesh.device),
-        )
+        shard = Shard({"tensor": mesh.tensor}, sequence, first, mesh.device)
+        work = cls(module, _with_ties(module, chosen), mesh, shard, layers.Inputs(shard))
         for entry in work.chosen:
             work._check(entry)
         _check_sharing(module, work.chosen)
@@ -169,11 +196,20 @@ class _Work:
             self._check_parameter(entry, *owner)
             return
         layer = self.module.get_submodule(entry.name)
+        taken = [name for name in layers.ATTRIBUTES if hasattr(layer, name)]
+        if taken:
+            raise _error(entry, f"found an attribute {taken[0]!r}", "which a divided module needs: rename it")
         if entry.style in ("replicated_with_grad_allreduce", "sequence_parallel"):
+            if not layer._parameters:
+                raise _error(
+                    entry, f"found {type(layer).__name__} without parameters", "name what is inside it"
+                )
             return
         kind = nn.Embedding if "embedding" in entry.style else nn.Linear
         if not isinstance(layer, kind) or not _computes_as(layer, kind):
-            raise _error(entry, f"found a {type(layer).__name__}", f"expected a torch.nn.{kind.__name__}")
+            raise _error(entry, f"found {type(layer).__name__}", f"expected torch.nn.{kind.__name__}")
+        if "weight" not in layer._parameters:
+            raise _error(entry, "found a weight that is computed", "remove the parametrisation")
         parent = self.module.get_submodule(entry.name.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
             raise _error(entry, "found part of a MultiheadAttention", "which reads its weights itself")
@@ -189,6 +225,8 @@ class _Work:
 
     def _check_parameter(self, entry: Entry, owner: nn.Module, name: str) -> None:
         parameter = owner.get_parameter(name)
+        if isinstance(owner, nn.Linear | nn.Embedding):
+            raise _error(entry, "found a layer's parameter", "name the layer")
         if entry.style not in ("colwise", "rowwise", "replicated_with_grad_allreduce"):
             raise _error(entry, "found a parameter", "a parameter may be colwise, rowwise or partial")
         dim = _dim_of(entry, parameter)
@@ -202,9 +240,10 @@ class _Work:
         if size % parts and entry.style != "colwise_gather_output":
             raise self._divides_not(entry, size, what)
         width = getattr(parent, "head_dim", getattr(parent, "head_size", None))
-        if entry.style == "colwise" and isinstance(width, int) and width > 0 and size % width == 0:
-            heads = size // width
-            if heads % self.ranks:
+        if entry.style == "colwise" and isinstance(width, int) and width > 0:
+            width *= 3 if entry.name.endswith(".query_key_value") else 1  # of one head after the other
+            heads, rest = divmod(size, width)
+            if not rest and heads % self.ranks:
                 raise self._divides_not(entry, heads, f"heads of {width} features")
 
     def _check_embedding(self, entry: Entry, layer: Any) -> None:
@@ -236,7 +275,7 @@ class _Work:
                 self._convert(entry, self.module.get_submodule(entry.name), done)
 
     def _become(self, module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-        layers.convert(module, kind, self.shard, mesh=self.mesh, **attributes)
+        layers.convert(module, kind, self.shard, mesh=self.mesh, inputs=self.inputs, **attributes)
 
     def _sum(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
         return regions.summed(output, self.shard.tensor)
@@ -335,12 +374,40 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 
 
 def _computes_as(layer: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a layer's forward pass is that of ``kind``, or calls it (``super().forward``)."""
-    forward = type(layer).forward
-    if forward is kind.forward:
-        return True
-    code = getattr(forward, "__code__", None)
-    return code is not None and "forward" in code.co_names and "__class__" in code.co_freevars
+    """Whether a layer's forward pass is that of ``kind``, or calls it (``super().forward``) and computes
+    nothing with its weight."""
+    for own in type(layer).__mro__:
+        if own is kind:
+            return True
+        code = getattr(vars(own).get("forward"), "__code__", None)
+        if code is None and "forward" not in vars(own):
+            continue
+        if code is None or "forward" not in code.co_names or "__class__" not in code.co_freevars:
+            return False
+        if kind is nn.Linear and {"weight", "bias"} & {*code.co_names}:
+            return False
+    return False
+
+
+def _check_sequence(module: nn.Module, chosen: Iterable[Entry]) -> None:
+    """Refuse plans by which some parameters would see a rank's tokens, and others all of them, unsaid."""
+    styles = {entry.name: entry for entry in chosen}
+    for entry in styles.values():
+        if entry.style in ("embedding_colwise", "rowwise_split_input"):
+            raise _error(
+                entry, "found with sequence_parallel", "its input or output has all tokens: use vocab, row"
+            )
+    if not any(entry.style == "embedding_rowwise" for entry in styles.values()):
+        raise HexadError(
+            "plan: found sequence_parallel without an embedding; give the embedding 'vocab', which divides "
+            "the tokens"
+        )
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and name not in styles and name.rpartition(".")[0] not in styles:
+            raise HexadError(
+                f"plan: found sequence_parallel and nothing for {name}; give its module 'sequence' where it "
+                "is used for a rank's tokens, or 'replicate' where it is used for all of them"
+            )
 
 
 def _holders(module: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -58,12 +58,13 @@ class _Stub(nn.Module):
 
 
 class _Before(_Stub):
-    """In the place of a module before the layers: its result is not used."""
+    """In the place of a module before the layers: its result is used by nothing but layers, the first of
+    which takes something else."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
-        """Zeros like what crosses the stages' boundaries."""
+        """NaN like what crosses the stages' boundaries: what used it would be wrong."""
         assert self.here.message is not None
-        return torch.zeros_like(self.here.message, requires_grad=False)
+        return torch.full_like(self.here.message, torch.nan, requires_grad=False)
 
 
 class _Skipped(_Stub):
@@ -191,17 +192,28 @@ def pipeline(
     if not isinstance(module, nn.Module):
         module = _Listed(module)
         layers = "layers"
+    if mesh.context.size > 1:
+        raise HexadError(
+            f"mesh: found {mesh.context.size} context ranks, of whose tokens a user's attention would see "
+            "its own; use tensor, pipeline and data ranks"
+        )
+    if schedule == "auto":
+        raise HexadError("schedule: found auto, which needs costs of layers; name one, such as 1f1b")
     if layers is None:
         layers, before, after = _own_plan(module)
+    before, after = ([names] if isinstance(names, str) else names for names in (before, after))
+    if not _has(module, layers):
+        raise HexadError(f"layers: found {layers!r}, expected the path of a list in {type(module).__name__}")
     listed = module.get_submodule(layers)
     if not isinstance(listed, nn.ModuleList | nn.Sequential):
         raise HexadError(
-            f"layers: found a {type(listed).__name__} at {layers!r}, expected a ModuleList or Sequential"
+            f"layers: found {type(listed).__name__} at {layers!r}, expected a ModuleList or Sequential"
         )
     model = _Model(module, layers, tuple(before), tuple(after))
     ranks = mesh.pipeline.size
     planned = build_schedule(schedule, ranks, ranks, virtual_stages)
     parts = partition(split, len(listed), planned.stages, model.costs())
+    model.check_sharing(parts)
     if min(map(len, parts)) == 0:
         raise HexadError(f"split: found {[len(part) for part in parts]}, expected a layer for every stage")
     own = planned.stages_of(mesh.pipeline.rank)
@@ -328,18 +340,36 @@ class _Model:
                     "after them; pass before=[...] and after=[...]"
                 )
 
+    @property
+    def _listed(self) -> list[nn.Module]:
+        """The layers, in order; one may be there several times."""
+        return [
+            layer for layer in self.module.get_submodule(self.layers)._modules.values() if layer is not None
+        ]
+
+    def check_sharing(self, parts: Sequence[range]) -> None:
+        """Refuse weights that layers of two stages share."""
+        stages: dict[nn.Parameter, int] = {}
+        held = [(number, index) for number, part in enumerate(parts) for index in part]
+        for number, index in held:
+            for name, parameter in self._listed[index].named_parameters():
+                if stages.setdefault(parameter, number) != number:
+                    raise HexadError(
+                        f"layers: found {self.layers}.{index}.{name}, which a layer of another stage shares; "
+                        "put both into one stage (split), or use no pipeline"
+                    )
+
     def costs(self) -> LayerCosts:
         """By parameters."""
-        weights = [float(_elements(layer)) for layer in self.module.get_submodule(self.layers).children()]
+        weights = [float(_elements(layer)) for layer in self._listed]
         head = sum(_elements(self.module.get_submodule(name)) for name in self.after)
         return LayerCosts(0.0, tuple(weights), float(head))
 
     def stage(self, parts: Sequence[range], number: int, here: _Here) -> nn.Module:
         """The copy of the model that computes one stage's layers, besides what is not its own."""
         own, last = parts[number], number == len(parts) - 1
-        listed = self.module.get_submodule(self.layers)
         replaced: dict[str, nn.Module] = {}
-        for index, layer in enumerate(listed.children()):
+        for index, layer in enumerate(self._listed):
             kind = _Skipped if index < own.start else _End
             if index not in own:
                 replaced[f"{self.layers}.{index}"] = kind(layer, here)
@@ -351,6 +381,8 @@ class _Model:
         if number:
             first = stage.get_submodule(self.layers)[own.start]  # type: ignore[index]
             first.register_forward_pre_hook(_taking(here), with_kwargs=True)
+        for index in own:
+            stage.get_submodule(f"{self.layers}.{index}").register_forward_hook(_one_tensor)
         return stage
 
     def ties(self, placement: Sequence[int], rank: int) -> dict[nn.Parameter, Tie]:
@@ -394,12 +426,31 @@ def _copied(module: nn.Module, replaced: Mapping[str, nn.Module], path: str = ""
 
 
 def _taking(here: _Here) -> Any:
-    """A hook by which the first layer of a stage takes what the stage before has computed."""
+    """A hook by which the first layer of a stage takes what the stage before has computed.
+
+    Raises:
+        HexadError: the model recomputes its layers, so that the graph does not begin with the message.
+    """
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        message = here.message
+        if message is None or (message.requires_grad and not torch.is_grad_enabled()):
+            raise HexadError(
+                "pipeline: found torch.utils.checkpoint around the layers of a model; use it inside the "
+                "layers, or the gradient checkpointing of transformers"
+            )
         if args:
-            return (here.message, *args[1:]), kwargs
+            return (message, *args[1:]), kwargs
         name = next(iter(kwargs))
-        return args, {**kwargs, name: here.message}
+        return args, {**kwargs, name: message}
 
     return take
+
+
+def _one_tensor(layer: nn.Module, _: Any, output: Any) -> None:
+    """Refuse a layer whose result cannot cross a boundary."""
+    if not isinstance(output, Tensor):
+        raise HexadError(
+            f"layers: found {type(output).__name__} as the result of {type(layer).__name__}, expected one "
+            "tensor"
+        )

@@ -115,6 +115,7 @@ class Engine(State):
             optimizer = optimizer(self.stages)
         super().__init__(self.stages, self.plan, self.config, self.mesh, training, described, optimizer, ties)
         self.step = self.updates = self.samples = 0
+        self._length = self.config.complete_steps
         if initialise:
             self.initialise()
         self.scaler = LossScaler(self.config.precision)
@@ -316,7 +317,7 @@ class Engine(State):
     def _finish_step(self, work: Work, losses: Pending) -> StepResult:
         """Clip and update with reduced gradients."""
         own = self.optimizer.rule.rate
-        rates = self._rates() if own is None else None
+        rates = self._rates(work.sequences * self.mesh.data.size) if own is None else None
         targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale
         veto = None if limit is None else self._veto(losses, limit * targets)
         norm, updated, sums = self._update(rates, veto, targets / work.divisor, losses.wait())
@@ -338,10 +339,12 @@ class Engine(State):
         """
         self._language().announce(microbatches)
 
-    def _rates(self) -> Rates:
-        """The learning rates of the next step."""
+    def _rates(self, sequences: int) -> Rates:
+        """The learning rates of the next step, which has so many sequences."""
         config = self.config
-        return learning_rates(config.optimizer, config.lr_schedule, config.run.steps, self.step + 1)
+        ramps = config.batch.ramp is not None
+        step = (self.samples + sequences) / config.batch.global_ if ramps else self.step + 1
+        return learning_rates(config.optimizer, config.lr_schedule, self._length, step)
 
     def _fault(self, norm: float, updated: bool) -> Fault | None:
         """What is wrong with a step, given its gradient norm."""

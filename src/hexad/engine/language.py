@@ -238,7 +238,9 @@ class LanguageModel:
         placed = [part.to(self.mesh.device) for part in parts]
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         targets, pairs, *_ = self._counted(counting, equal=True)
-        if targets == 0:
+        if divisor is not None and (not isinstance(divisor, int) or divisor < 1):
+            raise HexadError(f"divisor: found {divisor!r}, expected a number of 1 or more")
+        if targets == 0 and divisor is None:
             raise HexadError("no position of the global batch has a target: all labels are -100")
         targets = targets if divisor is None else divisor
         auxiliary = self._auxiliary(targets, len(placed))

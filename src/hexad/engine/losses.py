@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hexad.config import HexadError
@@ -53,8 +54,8 @@ class Outputs:
         return regions.gathered_last(self.local_logits(), self._mesh.tensor)[:, : self._stage.vocab]
 
     def log_probabilities(self, labels: Tensor | None = None) -> Tensor:
-        """``[tokens]`` in at least float32: of each token's label, 0 where it is -100; no rank holds all
-        logits.
+        """``[tokens]`` in at least float32: of each token's label, 0 where it is -100; of several tensor
+        ranks none holds all logits.
 
         Args:
             labels: int64 ``[tokens]`` or of the microbatch's shape; by default the microbatch's.
@@ -69,7 +70,7 @@ class Outputs:
         axis, microbatch = self._mesh.context, self._microbatch
         shape = microbatch.sequences, microbatch.length, *values.shape[1:]
         if axis.size == 1:
-            return values.view(shape)
+            return values.reshape(shape)
         assert microbatch.numbers is not None
         numbers = regions.gather_first(microbatch.numbers, axis)
         gathered = regions.mapped(values, axis, regions.gather_first, regions.scatter_sum_first)
@@ -90,6 +91,10 @@ class OwnLoss(nn.Module):
 
     def __init__(self, loss: Loss | nn.Module, mesh: Mesh) -> None:
         super().__init__()
+        if isinstance(loss, type) or not callable(loss):
+            raise HexadError(
+                f"loss: found {loss!r}, expected a function of outputs and microbatch, or a module"
+            )
         self.loss: Any = loss  # a module is registered
         self.mesh = mesh
 
@@ -105,4 +110,8 @@ class OwnLoss(nn.Module):
                 f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             )
             raise HexadError(f"loss: found {found}, expected a scalar tensor: a sum over the rank's tokens")
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise HexadError(
+                "loss: found a tensor without a graph; compute it from the outputs, with autograd"
+            )
         return value

@@ -225,16 +225,20 @@ class State:
             tensors by name, in the format that the modules compute in.
 
         Raises:
-            HexadError: with tensor, pipeline or expert ranks, none of which has complete modules.
+            HexadError: with pipeline or expert ranks, none of which has complete modules, or with tensor
+                ranks and modules that :func:`hexad.parallelize` has not divided.
         """
         mesh, layout = self.mesh, self.mesh.layout
-        if layout.tensor * layout.pipeline * layout.expert > 1:
+        divided = all(member.given for bucket in self.buckets for member in bucket.members)
+        if (1 if divided else layout.tensor) * layout.pipeline * layout.expert > 1:
             raise HexadError(
                 f"state_dict: found {layout.tensor} tensor, {layout.pipeline} pipeline and {layout.expert} "
                 "expert ranks, each with a part of the model; save a checkpoint, and load or export it "
                 "without these"
             )
         keeps = not (first_only and mesh.rank)
+        if layout.tensor > 1:
+            return self._of_divided(exclude_frozen, keeps)
         self.gatherer.settle()
         values: dict[Tensor, Tensor] = {}
         for bucket in self.buckets:
@@ -248,6 +252,22 @@ class State:
             for name, value in (held if keeps else ())
             if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
         }
+
+    def _of_divided(self, exclude_frozen: bool, keeps: bool) -> dict[str, Tensor]:
+        """As :meth:`state_dict`, of divided modules, which gather what tensor ranks hold by themselves."""
+        frozen = {
+            name
+            for stage in self.stages.values()
+            for name, parameter in stage.named_parameters()
+            if not parameter.requires_grad
+        }
+        with self.gathered():
+            held = [pair for stage in self.stages.values() for pair in stage.state_dict().items()]
+            return {
+                name: value.detach().to("cpu", copy=True)
+                for name, value in (held if keeps else ())
+                if not (exclude_frozen and name in frozen)
+            }
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -65,6 +65,12 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
         cuda.enable_mem_efficient_sdp(False)
         restored.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
         cuda.enable_cudnn_sdp(False)
+        if device.type == "cuda":
+            # The compiler would choose among kernels, which add in different orders, by their time.
+            from torch._inductor import config as inductor
+
+            restored.callback(setattr, inductor, "deterministic", inductor.deterministic)
+            inductor.deterministic = True
         yield
 
 

@@ -96,7 +96,8 @@ class Attention(nn.Module):
         values so far (generation)."""
         heads, kv_heads = self.heads, self.kv_heads
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
-        parts = self.qkv(x, first).split([(heads + kv_heads) * self.width, kv_heads * self.width], dim=1)
+        widths = (heads + kv_heads) * self.width, kv_heads * self.width
+        parts = self.qkv(x, first).split_with_sizes(widths, 1)
         qk = self._queries_and_keys(parts[0], where)
         v = parts[1].view(-1, kv_heads, self.width)
         return self.out(self._core(qk, v, where, store), second)
@@ -115,7 +116,7 @@ class Attention(nn.Module):
 
     def _core(self, qk: Tensor, v: Tensor, where: Geometry, store: KeyValueStore | None) -> Tensor:
         """``qk [tokens, heads + key/value heads, width]`` and ``v`` -> ``[tokens, heads * width]``."""
-        q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         if where.slice is not None:
             if store is not None:
                 store.fill(*(gathered_rows(tensor, where.slice, self.context) for tensor in (k, v)))

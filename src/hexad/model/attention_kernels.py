@@ -69,7 +69,7 @@ class AttentionKernel:
     def _equal_spans(self, q: Tensor, k: Tensor, v: Tensor, spans: int) -> Tensor:
         """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``."""
         tokens = q.shape[0]
-        q, k, v = (tensor.unflatten(0, (spans, -1)).transpose(1, 2) for tensor in (q, k, v))
+        q, k, v = (x.view(spans, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
         if self.window is None or self.window >= q.shape[2]:
             out = self.dense(q, k, v, causal=True)
         else:

@@ -45,29 +45,30 @@ class Geometry:
 class Rotary:
     """The rotary factors of a model's positions.
 
-    Angles are float32 in every precision, the convention of published checkpoints.
+    Frequencies, angles and factors are float32 in every precision, the convention of published checkpoints,
+    and the same on every device: frequencies are computed on the host, sines and cosines in float64, because
+    devices differ in the last bits of float32 ones.
     """
 
     def __init__(self, model: ModelSettings, device: torch.device) -> None:
         width, scaling = model.rotary_width, model.rope_scaling
-        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
-        periods = model.rope_theta**exponents  # tokens per radian
-        self._frequencies = 1.0 / periods
-        self._long: Tensor | None = None  # of documents of more than _short tokens
+        periods = model.rope_theta ** (torch.arange(0, width, 2).float() / width)  # tokens per radian
+        frequencies, long = 1.0 / periods, None
         self._short = 0
         self._amplitude = 1.0 if scaling is None else _amplitude(scaling)
-        if scaling is None:
-            return
-        if scaling.type == "llama3":
-            self._frequencies = _llama3_scaled(self._frequencies, scaling)
-        elif scaling.type == "yarn":
-            self._frequencies = _yarn_scaled(periods, scaling, model.rope_theta)
-        else:
-            short, long = (
-                1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * periods)
+        if scaling is not None and scaling.type == "llama3":
+            frequencies = _llama3_scaled(frequencies, scaling)
+        elif scaling is not None and scaling.type == "yarn":
+            frequencies = _yarn_scaled(periods, scaling, model.rope_theta)
+        elif scaling is not None:
+            frequencies, long = (
+                1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
                 for factors in (scaling.short_factors, scaling.long_factors)
             )
-            self._frequencies, self._long, self._short = short, long, scaling.original_positions
+            self._short = scaling.original_positions
+        self._frequencies = frequencies.to(device)
+        # Of documents of more than _short tokens.
+        self._long = None if long is None else long.to(device)
 
     def factors(
         self, positions: Tensor, lengths: Callable[[], Tensor], dtype: torch.dtype
@@ -82,8 +83,8 @@ class Rotary:
         frequencies = self._frequencies
         if self._long is not None:
             frequencies = torch.where((lengths() > self._short)[:, None, None], self._long, frequencies)
-        angles = positions.float()[:, None, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
+        angles = (positions.float()[:, None, None] * frequencies).double()
+        cos, sin = angles.cos().float(), angles.sin().float()
         if self._amplitude != 1.0:
             cos, sin = cos * self._amplitude, sin * self._amplitude
         return cos.to(dtype), sin.to(dtype)
@@ -116,7 +117,7 @@ def _yarn_scaled(periods: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001
-    indexes = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+    indexes = torch.arange(len(periods), dtype=torch.float32)
     kept = 1 - ((indexes - first) / (last - first)).clamp(0, 1)
     return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
 

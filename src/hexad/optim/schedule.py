@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 from hexad.config.schema import LrScheduleSettings, OptimizerSettings, PrecisionSettings
 
 
-def decay_steps(schedule: LrScheduleSettings, total_steps: int) -> int:
+def decay_steps(schedule: LrScheduleSettings, total_steps: float) -> int:
     """``lr_schedule.decay_steps`` as a number: ``auto`` is the end of the run, of wsd its last fifth."""
     if schedule.decay_steps != "auto":
         return schedule.decay_steps
-    return max(1, total_steps // 5) if schedule.kind == "wsd" else total_steps
+    return max(1, int(total_steps // 5) if schedule.kind == "wsd" else round(total_steps))
 
 
-def cut_short(schedule: LrScheduleSettings, total_steps: int) -> bool:
+def cut_short(schedule: LrScheduleSettings, total_steps: float) -> bool:
     """Whether a run ends before its learning rate is ``min_lr``."""
-    return schedule.kind in ("linear", "cosine") and decay_steps(schedule, total_steps) > total_steps
+    return schedule.kind in ("linear", "cosine") and decay_steps(schedule, total_steps) > round(total_steps)
 
 
 class Rates(NamedTuple):
@@ -27,9 +27,10 @@ class Rates(NamedTuple):
 
 
 def learning_rates(
-    optimizer: OptimizerSettings, schedule: LrScheduleSettings, total_steps: int, step: int
+    optimizer: OptimizerSettings, schedule: LrScheduleSettings, total_steps: float, step: float
 ) -> Rates:
-    """Learning rates of step ``step``, counted from 1."""
+    """Learning rates of step ``step``, counted from 1; with ``batch.ramp`` numbers of steps are samples over
+    ``batch.global``."""
     lr = learning_rate(schedule, optimizer.lr, total_steps, step)
     peak, low = optimizer.decoupled_lr, schedule.decoupled_min_lr
     if peak is None:
@@ -38,7 +39,7 @@ def learning_rates(
     return Rates(lr, learning_rate(own, peak, total_steps, step))
 
 
-def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, step: int) -> float:
+def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: float, step: float) -> float:
     """Learning rate of step ``step``, counted from 1, of weights whose highest rate is ``peak``.
 
     Linear warm-up from 0 to ``peak`` at step ``warmup``; then, until ``decay_steps``:

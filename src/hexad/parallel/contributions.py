@@ -185,8 +185,9 @@ def weight_gradient(
     """
     if not weight.requires_grad:
         return None
-    # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    product = WeightGradient(output_gradient, inputs.detach(), gather, rows, add)
+    if inputs.requires_grad:  # what autograd saved knows its graph, which would keep the stage's input
+        inputs = inputs.detach()
+    product = WeightGradient(output_gradient, inputs, gather, rows, add)
     accumulator = accumulator_of(weight)
     if aside and accumulator is not None:
         accumulator.set_aside(weight, product)

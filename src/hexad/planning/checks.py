@@ -124,7 +124,7 @@ def working_layout(config: Config, world: int) -> Layout:
     for data in range(world // model, 0, -1):
         experts = data * model % (parallel.expert_tensor * parallel.expert * parallel.pipeline)
         batch, state = config.batch.micro * data, data * parallel.context
-        if config.batch.global_ % batch == state % parallel.replicas == experts == 0:
+        if not (any(size % batch for size in config.batch.sizes) or state % parallel.replicas or experts):
             return Layout.from_settings(parallel, data * model)
     return Layout.from_settings(parallel, world // model * model)
 
@@ -343,6 +343,7 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
             f"found {size}, expected a multiple of batch.micro {config.batch.micro} x data degree "
             f"{layout.data} = {per_pass}; the nearest are {near}",
         )
+    yield from _ramp(config, per_pass)
     schedule = config.lr_schedule
     decays = schedule.kind in ("linear", "cosine") and schedule.decay_steps not in ("auto", config.run.steps)
     if decays and int(schedule.decay_steps) <= schedule.warmup:
@@ -351,6 +352,23 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
             f"found {schedule.decay_steps}, expected more than lr_schedule.warmup {schedule.warmup}",
         )
     yield from _rates(config)
+
+
+def _ramp(config: Config, per_pass: int) -> Iterator[ConfigError]:
+    batch = config.batch
+    if batch.ramp is None:
+        return
+    start, increment, _ = batch.ramp
+    found = f"found {list(batch.ramp)}"
+    if start >= batch.global_:
+        yield ConfigError("batch.ramp", f"{found}, whose start is not below batch.global {batch.global_}")
+    elif (batch.global_ - start) % increment:
+        problem = f"whose increment {increment} does not divide {batch.global_ - start}, from its start to"
+        yield ConfigError("batch.ramp", f"{found}, {problem} batch.global {batch.global_}")
+    if any(size % per_pass for size in (start, increment)):
+        problem = "expected a start and an increment that are multiples of batch.micro"
+        data = per_pass // batch.micro
+        yield ConfigError("batch.ramp", f"{found}, {problem} {batch.micro} x data degree {data} = {per_pass}")
 
 
 def _rates(config: Config) -> Iterator[ConfigError]:

@@ -57,7 +57,7 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool
     elif vocab is not None:
         check_vocab(config, vocab)
     schedule = config.lr_schedule
-    lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.run.steps)})
+    lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.complete_steps)})
     parallel = resolved_parallel(config, layout)
     if parallel.tensor_chunks == "auto":
         parallel = parallel.model_copy(update={"tensor_chunks": _tensor_chunks(config, layout)})

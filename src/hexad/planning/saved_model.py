@@ -201,9 +201,9 @@ def _divisible(config: Config, ranks: int) -> Config:
     no result."""
     data = int(planned_layout(config, ranks).data)
     step = config.batch.micro * data
-    if config.batch.global_ % step == 0:
+    if not any(size % step for size in config.batch.sizes):
         return config
-    batch = config.batch.model_copy(update={"global_": -(-config.batch.global_ // step) * step})
+    batch = config.batch.model_copy(update={"global_": -(-config.batch.global_ // step) * step, "ramp": None})
     return config.model_copy(update={"batch": batch})
 
 

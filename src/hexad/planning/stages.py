@@ -9,7 +9,7 @@ from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import MOST_PASSES, build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.auto import search
-from hexad.parallel.pipeline.simulate import Costs
+from hexad.parallel.pipeline.simulate import Costs, peak_memory
 from hexad.parallel.pipeline.validate import validate
 from hexad.topology.layout import Layout
 
@@ -65,22 +65,29 @@ def plan_of_modules(config: Config, layout: Layout) -> PipelinePlan:
 
 
 def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> Schedule:
-    """The plan's schedule for another number of microbatches, on the same stages.
+    """The plan's schedule for another number of microbatches, on the same stages; of fewer, one whose ranks
+    hold no more than by the plan.
 
     Raises:
         ConfigError: a larger number than a schedule from a file has.
     """
-    planned = plan.schedule
-    if microbatches <= planned.microbatches:
-        return planned if microbatches == planned.microbatches else planned.first(microbatches)
-    name = config.parallel.schedule
+    planned, name = plan.schedule, config.parallel.schedule
+    if microbatches == planned.microbatches:
+        return planned
+    fewer = microbatches < planned.microbatches
+    if fewer and (name == "auto" or name.endswith(".json")):  # no search in the middle of a run
+        return planned.first(microbatches)
     if name.endswith(".json"):
         raise ConfigError(
             "parallel.schedule",
             f"{name} has {planned.microbatches} microbatches, found {microbatches} in a step",
         )
-    longer = _by_name(config, planned.pipeline, microbatches, planned.placement)
-    return replace(longer, trained_from=planned.trained_from)
+    other = _by_name(config, planned.pipeline, microbatches, planned.placement)
+    costs = plan.costs or Costs.uniform(planned.stages)
+    held, most = peak_memory(other, costs), peak_memory(planned, costs)
+    if fewer and any(more > limit for more, limit in zip(held, most)):
+        return planned.first(microbatches)
+    return replace(other, trained_from=planned.trained_from)
 
 
 def stage_layers(config: Config, stages: int) -> tuple[range, ...]:

@@ -41,7 +41,7 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         "trained_parameters": trained_count(config.model),
         "tokens_per_step": tokens,
         "steps": config.run.steps,
-        "tokens": tokens * config.run.steps,
+        "tokens": config.batch.samples(config.run.steps) * config.data.sequence,
         "steps_left": _steps_left(config),
         "step_seconds": _step_seconds(config),
         "ranks": layout.world,
@@ -113,9 +113,11 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
     host = f", and {memory['host'] / unit:,.2f} {name} in the host's" if memory["host"] else ""
     whole = facts["trained_parameters"] == facts["parameters"]
     trained = "" if whole else f", {_both(facts['trained_parameters'])} trained"
+    ramp = config.batch.ramp
+    grown = "" if ramp is None else f"from {ramp[0]:,} to "
     rows = {
         "parameters": f"{_both(facts['parameters'])}{trained}: {facts['family']}, {shape}",
-        "tokens": f"{facts['tokens_per_step']:,} per step ({config.batch.global_:,} sequences of "
+        "tokens": f"{facts['tokens_per_step']:,} per step ({grown}{config.batch.global_:,} sequences of "
         f"{config.data.sequence:,}), {_both(facts['tokens'])} in {facts['steps']:,} steps",
         "ranks": f"{facts['ranks']:,}{degrees_text(facts['degrees'])}{state}",
         "step": f"{passes}{schedule}",

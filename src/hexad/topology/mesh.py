@@ -30,6 +30,7 @@ class Axis:
     Attributes:
         name: ``tensor``, ``data``, ...
         ranks: global ranks of this rank's group along the axis, in order.
+        size: how many these are: the axis's degree.
         rank: this rank's place among them.
         group: the process group; None where the axis has size 1.
         device: of the tensors that are sent.
@@ -61,10 +62,8 @@ class Axis:
     to_next: dist.ProcessGroup | None = None
     to_previous: dist.ProcessGroup | None = None
 
-    @property
-    def size(self) -> int:
-        """The axis's degree."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        self.size = len(self.ranks)
 
     def carrier(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """The process group of messages from one of its places to another."""

@@ -218,7 +218,7 @@ class Trainer:
         steps, warmup = config.run.steps, config.lr_schedule.warmup
         if warmup >= steps:
             log.info("lr_schedule.warmup %d is not over by run.steps %d", warmup, steps)
-        elif cut_short(config.lr_schedule, steps):
+        elif cut_short(config.lr_schedule, config.complete_steps):
             text = (
                 "the decay of the learning rate ends at step %d, after run.steps %d (lr_schedule.decay_steps)"
             )
@@ -308,7 +308,7 @@ class Trainer:
         before = self.mesh.sent_bytes()
         record = self.engine.step + 1 == self.config.log.timeline
         with self.profile.step(self.engine.step + 1), naming_operators():
-            begin = time.perf_counter()
+            begin, consumed = time.perf_counter(), self.engine.samples
             self.pace.begin()
             result = self.engine.train_step(self.loader.step(self.engine.samples), record)
             seconds = time.perf_counter() - begin
@@ -318,11 +318,12 @@ class Trainer:
         if record:
             text = timeline_text(self.engine)
             self.run.agreed(lambda: self._write_timeline(text))
-        metrics = self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        traffic = {name: sent[name] - before[name] for name in sent}
+        metrics = self._metrics(result, seconds, self.engine.samples - consumed, traffic)
         return result, {**metrics, "slowest": slowest}
 
-    def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:
-        batch, sequence = self.config.batch.global_, self.config.data.sequence
+    def _metrics(self, result: StepResult, seconds: float, batch: int, sent: dict[str, int]) -> Metrics:
+        sequence = self.config.data.sequence
         rate = batch * sequence / seconds
         # MFU: training FLOPs per token x tokens/s / (peak FLOP/s of all ranks); see planning/costs.py.
         mfu = None

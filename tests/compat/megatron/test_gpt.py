@@ -325,7 +325,10 @@ def _degree_of_the_file(size: int) -> str:
 
 def test_the_file_names_the_degree_of_the_model(pool: Pool) -> None:
     assert pool.run(2, _degree_of_the_file, 2) == ["accepted", "accepted"]
-    assert all("found 4, but the GPTModel" in text for text in pool.run(2, _degree_of_the_file, 4))
+    assert all(
+        "found 4, but the model is not divided so; use 2" in text
+        for text in pool.run(2, _degree_of_the_file, 4)
+    )
 
 
 def test_tied_embeddings_and_refusals(pool: Pool) -> None:

@@ -38,9 +38,9 @@ def metrics(run: Path) -> list[float]:
     return [row.get(name, 0.0) for row in rows for name in names]
 
 
-def pretrained(ranks: int, *flags: str) -> subprocess.CompletedProcess[str]:
+def pretrained(ranks: int, *flags: str, first: list[str] = FLAGS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "hexad.compat.megatron", str(SCRIPT), *FLAGS, *flags]
+    command += ["-m", "hexad.compat.megatron", str(SCRIPT), *first, *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
@@ -54,17 +54,25 @@ def test_a_script_trains_as_a_run_does(tmp_path: Path) -> None:
     assert metrics(run)[-4] < metrics(run)[0]
 
 
+RAMP = "--train-samples 24 --rampup-batch-size 4 4 8"
+"""In place of four iterations as many, of 4, 4, 8 and 8 samples."""
+
+
 @pytest.mark.slow
-def test_own_data_in_any_layout_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ramp", ["", RAMP], ids=["constant", "ramp"])
+def test_own_data_in_any_layout_and_resumed(ramp: str, tmp_path: Path) -> None:
     one, four = tmp_path / "one", tmp_path / "four"
-    assert pretrained(1, "--own-data", "--save", str(one)).returncode == 0
-    half = pretrained(
-        2, "--pipeline-model-parallel-size", "2", "--own-data", "--save", str(four), "--exit-interval", "2"
-    )
+    first = " ".join(FLAGS).replace("--train-iters 4", ramp or "--train-iters 4").split()
+    done = pretrained(1, "--own-data", "--save", str(one), first=first)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pipeline = ["--pipeline-model-parallel-size", "2", "--own-data", "--save", str(four)]
+    half = pretrained(2, *pipeline, "--exit-interval", "2", first=first)
     assert half.returncode == 0, half.stderr[-3000:]
-    done = pretrained(4, *LAYOUT, "--own-data", "--save", str(four), "--load", str(four))
+    done = pretrained(4, *LAYOUT, "--own-data", "--save", str(four), "--load", str(four), first=first)
     assert done.returncode == 0 and "resuming from" in done.stderr, done.stderr[-3000:]
     assert metrics(four) == pytest.approx(metrics(one), rel=1e-4)
+    lines = [json.loads(line) for line in (four / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples"] for line in lines] == ([4, 8, 16, 24] if ramp else [8, 16, 24, 32])
 
 
 INSTALLED = """

@@ -44,7 +44,6 @@ RUNS = {
         (
             "--embed-layernorm",
             "--position-embedding-type",
-            "--rampup-batch-size",
             "--train-weighted-split-paths-path",
             "--valid-weighted-split-paths-path",
             "--tensorboard-dir",

@@ -156,12 +156,12 @@ def test_bloom_176b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(refused) == [
         "--embed-layernorm",
         "--position-embedding-type",
-        "--rampup-batch-size",
         "--train-weighted-split-paths-path",
         "--valid-weighted-split-paths-path",
     ]
     assert config.parallel.split == [5, *[6] * 10, 5] and config.memory.recompute == "full"
-    assert (config.run.steps, config.run.seed) == (220_000_000 // 2048, 42)
+    assert config.batch.ramp == (192, 16, 9_765_625)
+    assert (config.run.steps, config.run.seed) == (config.batch.steps(220_000_000), 42)
     assert (config.parallel.tensor, config.parallel.pipeline, config.parallel.zero) == (4, 12, 0)
 
 
@@ -388,8 +388,8 @@ def test_scripts_own_flags() -> None:
         lambda parser: parser.add_argument("--my-flag", type=int, default=1),
         ignore_unknown=True,
     )
-    with pytest.raises(ConfigError, match="--rampup-batch-size"):
-        parse(SMALL, {"rampup_batch_size": ["1", "1", "9"]})
+    with pytest.raises(ConfigError, match="--step-batch-size-schedule"):
+        parse(SMALL, {"step_batch_size_schedule": "0:4"})
     derive(line.arguments)
     arguments = line.arguments
     assert (arguments.my_flag, arguments.tokenizer_type, arguments.kv_channels, arguments.own) == (

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
+from hexad.config.schema import BatchSettings
 
 from .flags import FLAGS, GROUPS, Flag, alternatives
 
@@ -269,6 +270,16 @@ def _tokens(arguments: Namespace) -> None:
             setattr(arguments, f"{name}_{unit}", tokens // (arguments.seq_length * size))
 
 
+def batch_settings(arguments: Namespace) -> BatchSettings:
+    """The group ``batch`` of flags that have been read."""
+    ramp = arguments.rampup_batch_size
+    return BatchSettings.model_construct(
+        micro=arguments.micro_batch_size,
+        global_=arguments.global_batch_size,
+        ramp=None if ramp is None else tuple(ramp),
+    )
+
+
 def _iterations(arguments: Namespace) -> None:
     """Compute ``train_iters``; flags that count samples and flags that count iterations do not mix."""
     _exclude(arguments, "--train-iters", "--train-samples")
@@ -281,8 +292,12 @@ def _iterations(arguments: Namespace) -> None:
         if value:
             wanted = flag.replace(unit, "samples" if samples else "iters")
             raise ConfigError(flag, f"found {value} with {other}; use {wanted}")
+    ramp = arguments.rampup_batch_size
+    if ramp is not None and (len(ramp) != 3 or min(ramp) < 1 or not samples):
+        problem = "expected START INCREMENT SAMPLES" if samples else "with --train-iters; use --train-samples"
+        raise ConfigError("--rampup-batch-size", f"found {' '.join(map(str, ramp))}, {problem}")
     if samples:
-        arguments.train_iters = arguments.train_samples // arguments.global_batch_size
+        arguments.train_iters = batch_settings(arguments).steps(arguments.train_samples)
     if not arguments.train_iters:
         problem = f"found {arguments.train_samples} samples, less than one batch" if samples else "is missing"
         raise ConfigError("--train-samples" if samples else "--train-iters", f"{problem}; give it")

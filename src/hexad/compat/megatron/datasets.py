@@ -16,6 +16,7 @@ from hexad.engine.evaluation import Score
 from hexad.parallel.tensor.loss import IGNORED
 from hexad.topology.mesh import Mesh
 
+from .arguments import batch_settings
 from .initialize import get_args
 from .transformer import check_agrees
 
@@ -174,8 +175,11 @@ class ScriptData:
 
     def step(self, samples: int) -> list[Batch]:
         """This data rank's microbatches of the step after some samples."""
-        micro, total = self._args.micro_batch_size, self._args.global_batch_size
-        firsts = range(samples + self._data.rank * micro, samples + total, self._data.size * micro)
+        return self._batches(samples, batch_settings(self._args).size(samples))
+
+    def _batches(self, samples: int, count: int) -> list[Batch]:
+        micro = self._args.micro_batch_size
+        firsts = range(samples + self._data.rank * micro, samples + count, self._data.size * micro)
         return [self._batch(range(first, first + micro)) for first in firsts]
 
     def _batch(self, numbers: range) -> Batch:
@@ -199,8 +203,9 @@ class ScriptValidation(ScriptData):
     def scores(self, engine: Any, batches: int) -> dict[str, Score]:
         """The loss over the first steps' samples, all ranks together."""
         total = torch.zeros(2, dtype=torch.float64)
+        size = self._args.global_batch_size
         for number in range(batches):
-            total += torch.tensor(engine.evaluate(self.step(number * self._args.global_batch_size)))
+            total += torch.tensor(engine.evaluate(self._batches(number * size, size)))
         return {"": Score(float(total[0]), int(total[1]), None)}
 
 

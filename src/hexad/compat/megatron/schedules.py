@@ -132,12 +132,13 @@ class ScriptEngine(GPTEngine):
         loss = loss if total is None else loss + total
         loss = all_reduce(all_reduce(loss, axis), self.mesh.pipeline) / (count * axis.size)
         config, scale = self.config, self.scaler.scale
-        rates = self._rates()
+        sequences = count * config.batch.micro * self.mesh.data.size
+        rates = self._rates(sequences)
         norm, updated, sums = self._update(rates, None, 1.0, loss)
-        self.samples += config.batch.global_
+        self.samples += sequences
         fault = self._fault(norm, updated)
         self.guard.record(self.step, sums[0], updated, fault)
-        targets = config.batch.global_ * config.data.sequence
+        targets = sequences * config.data.sequence
         pairs = targets * config.data.sequence
         return StepResult(self.step, sums[0], norm, rates.lr, targets, pairs, not updated, scale, fault)
 
@@ -217,7 +218,16 @@ def forward_backward(
 
 
 def get_num_microbatches() -> int:
-    """Microbatches of a step and data rank."""
+    """Microbatches of a step and data rank.
+
+    Raises:
+        HexadError: with ``--rampup-batch-size``: a loop of the script's own does not say how many samples it
+            has consumed.
+    """
     arguments = get_args()
+    if arguments.rampup_batch_size is not None:
+        raise HexadError(
+            "get_num_microbatches: batches grow (--rampup-batch-size); use pretrain(), or leave the flag out"
+        )
     per_pass = arguments.micro_batch_size * arguments.data_parallel_size
     return int(arguments.global_batch_size // per_pass)

@@ -11,7 +11,7 @@ import yaml
 
 from hexad.config import ConfigError
 
-from .arguments import Line, derive, parse
+from .arguments import Line, batch_settings, derive, parse
 from .data import Files, data_settings
 from .deepspeed_file import merge_file
 from .flags import flag_of
@@ -120,17 +120,20 @@ SHIFT = "learning rate: that of step n is Megatron-LM's of iteration n + 1, whos
 
 
 def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
-    """The group ``lr_schedule``, in iterations; adds notes for the user.
+    """The group ``lr_schedule``, in iterations of complete batches; adds notes for the user.
 
     Raises:
         ConfigError: a shape that Hexad does not have.
     """
-    steps = last_iteration(arguments)
+    batch = batch_settings(arguments)
+    steps, trained = (
+        batch.samples(count) / batch.global_ for count in (last_iteration(arguments), arguments.train_iters)
+    )
     in_samples = arguments.train_samples is not None
     unit, per_iteration = ("samples", arguments.global_batch_size) if in_samples else ("iters", 1)
 
     def iterations(name: str) -> float | None:
-        """``lr_..._iters``, or ``lr_..._samples`` of one batch size."""
+        """``lr_..._iters``, or ``lr_..._samples``."""
         count = getattr(arguments, f"{name}_{unit}")
         return None if count is None else float(count / per_iteration)
 
@@ -140,7 +143,7 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
         return round(number)
 
     given = iterations("lr_decay")
-    decay = float(arguments.train_iters) if given is None else given
+    decay = trained if given is None else given
     if arguments.lr_warmup_fraction is not None:
         if not 0 <= arguments.lr_warmup_fraction <= 1:
             raise ConfigError(
@@ -161,11 +164,11 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
         notes.append(SHIFT)
     if kind == "constant":
         return settings
-    if kind in ("wsd", "inverse_sqrt") and end != steps:
+    if kind in ("wsd", "inverse_sqrt") and end != round(steps):
         raise ConfigError(
             f"--lr-decay-{unit}",
-            f"found {end} of {steps} iterations with {arguments.lr_decay_style}, which Hexad ends with the "
-            "run; leave it out",
+            f"found {end} of {round(steps)} iterations with {arguments.lr_decay_style}, which Hexad ends "
+            "with the run; leave it out",
         )
     if kind == "wsd":
         length = iterations("lr_wsd_decay")
@@ -335,7 +338,7 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
         "run": _run(arguments, directory),
         "model": model,
         "data": data,
-        "batch": {"micro": arguments.micro_batch_size, "global": arguments.global_batch_size},
+        "batch": batch_settings(arguments).model_dump(mode="json", exclude_none=True),
         **layout_settings(arguments),
         "precision": _precision(arguments),
         "optimizer": _optimizer(arguments),

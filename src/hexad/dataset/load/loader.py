@@ -1,14 +1,14 @@
 """This rank's microbatches of any step: a pure function of the settings and the samples consumed so far.
 
-Samples are numbered over the whole run. The step that begins at ``consumed`` takes samples ``consumed`` to
-``consumed + global_batch - 1`` in every layout; row ``i`` of microbatch ``m`` of data rank ``r`` is sample
+Samples are numbered over the whole run. The step that begins at ``consumed`` takes the samples from
+``consumed`` on, as many in every layout; row ``i`` of microbatch ``m`` of data rank ``r`` is sample
 ``consumed + m * micro * data_size + r * micro + i``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -55,6 +55,7 @@ class DataLoader:
         too_long: what to do with documents that are longer than a sample of whole ones.
         micro: samples per microbatch.
         global_batch: samples per step, over all data ranks.
+        size: samples of the step that begins after so many; by default always ``global_batch``.
         seed: of the order of documents and samples.
         data_rank, data_size: this rank's place on the data axis, and its degree.
         slicing: how context ranks divide microbatches.
@@ -83,6 +84,7 @@ class DataLoader:
         too_long: TooLong = "refuse",
         micro: int,
         global_batch: int,
+        size: Callable[[int], int] | None = None,
         seed: int,
         data_rank: int = 0,
         data_size: int = 1,
@@ -106,6 +108,7 @@ class DataLoader:
             raise ConfigError(setting, "an empty blend; give a prefix or [[weight, prefix], ...]")
         self.sequence, self._setting = sequence, setting
         self.micro, self.global_batch = micro, global_batch
+        self._size = size or (lambda _: global_batch)
         self.data_rank, self.data_size = data_rank, data_size
         self._slicing, self._context_rank = slicing, context_rank
         self._blend = Blend([weight for weight, _ in blend])
@@ -130,10 +133,9 @@ class DataLoader:
         period, shares = self._blend.period, self._blend.shares
         return min(source.per_epoch * period // share for source, share in zip(self._sources, shares))
 
-    @property
-    def microbatches(self) -> int:
-        """Microbatches per step and data rank."""
-        return self.global_batch // (self.micro * self.data_size)
+    def microbatches(self, samples_consumed: int) -> int:
+        """Microbatches of a data rank in the step that begins there."""
+        return self._size(samples_consumed) // (self.micro * self.data_size)
 
     def prepare(self, samples_consumed: int) -> None:
         """Build or load the indexes needed from this sample on: of large data one process writes them. Others
@@ -163,7 +165,7 @@ class DataLoader:
             if self._ahead is not None:
                 self._ahead[1].cancel()
             future = self._reader.submit(self._read, samples_consumed)
-        following = samples_consumed + self.global_batch
+        following = samples_consumed + self._size(samples_consumed)
         self._ahead = (following, self._reader.submit(self._read, following))
         return future.result()
 
@@ -180,7 +182,7 @@ class DataLoader:
     def _read(self, consumed: int) -> list[Microbatch]:
         stride = self.micro * self.data_size
         rows = consumed + self.data_rank * self.micro + np.arange(self.micro)
-        starts = stride * np.arange(self.microbatches)
+        starts = stride * np.arange(self.microbatches(consumed))
         # Several microbatches at once: most of the time per call does not depend on the amount.
         at_once = max(1, _AT_ONCE // (self.micro * (self.sequence + 1)))
         return [
@@ -281,6 +283,7 @@ def loader_from_config(
         too_long=config.data.too_long,
         micro=config.batch.micro,
         global_batch=config.batch.global_,
+        size=config.batch.size if which == "train" else None,
         seed=config.run.seed if which == "train" else VALIDATION_SEED,
         data_rank=data_rank,
         data_size=data_size,

@@ -139,12 +139,11 @@ class ParameterGatherer:
 
     def _provide(self, number: int, parameter: Tensor) -> Tensor:
         """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3 that
-        :meth:`acquire` does not hold, except in the backward pass of a user's module that was called several
-        times, which is left after each call, and of a head whose loss is a user's."""
+        :meth:`acquire` does not hold, except that of the head in the backward pass of a user's loss, which
+        reads it again."""
         bucket = self._buckets[number]
         if not bucket.plan.resident and not self._held[number]:
-            wanted = bucket.members[0].given or bucket.plan.outside_layers
-            if not wanted or torch._C._current_graph_task_id() < 0:
+            if not bucket.plan.outside_layers or torch._C._current_graph_task_id() < 0:
                 return self.absent(parameter)
             self.fetch(number)
         self._arrive(number)

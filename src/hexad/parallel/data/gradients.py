@@ -100,7 +100,7 @@ class Gradients:
             return
         number, member = self._places[parameter]
         fresh = self._rounds.fresh(number, member)  # first: it may extend the step
-        contribution.add_to(self._buckets[number].view(self._whole(number), member), fresh)
+        contribution.add_to(self._buckets[number].views(self._whole(number))[member], fresh)
         self._rounds.added(number, member, last)
 
     def set_aside(self, parameter: Tensor, product: WeightGradient) -> None:
@@ -117,14 +117,16 @@ class Gradients:
             torch.autograd.Variable._execution_engine.queue_callback(self.compute_aside)
         self._aside.append((parameter, product))
 
-    @torch.no_grad()
     def compute_aside(self) -> None:
         """Compute the products that were set aside, also while others are deferred: the device would only
         wait for a collective."""
+        if not self._aside:
+            return
         deferred, self._deferred = self._deferred, None
         try:
-            while self._aside:
-                self.contribute(*self._aside.popleft())
+            with torch.no_grad():
+                while self._aside:
+                    self.contribute(*self._aside.popleft())
         finally:
             self._deferred = deferred
 
@@ -248,7 +250,7 @@ class Gradients:
         """Start reducing a bucket."""
         bucket, gradients = self._buckets[number], self._whole(number)
         for member in absent:
-            bucket.view(gradients, member).zero_()
+            bucket.views(gradients)[member].zero_()
         shards, replicas = self._axes_of(bucket)
         sent = self._narrowed(gradients, shards)
         # The first shard of a step is written where it belongs, later ones are added to it.

@@ -8,7 +8,7 @@ scatters act on dim 0 and move contiguous memory.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -181,9 +181,9 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     """The products of all layers, side by side: ``[tokens, sum of outputs]``."""
     if len(layers) == 1:
         return _product(x, *layers[0], shard)
-    widths = [len(weight) for weight, _ in layers]
-    y = x.new_empty((len(x), sum(widths)))
-    for part, (weight, bias) in zip(y.split(widths, dim=1), layers):
+    widths = [weight.shape[0] for weight, _ in layers]
+    y = x.new_empty((x.shape[0], sum(widths)))
+    for part, (weight, bias) in zip(y.split_with_sizes(widths, 1), layers):
         if shard.fp8:
             part.copy_(_product(x, weight, bias, shard))
         elif bias is None:
@@ -193,48 +193,54 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     return y
 
 
-def _chunks(rows: int, shard: Shard, adapters: Adapters | None) -> list[slice]:
-    """The rows of a rank in runs, each of which has its own message."""
+def _chunks(rows: int, shard: Shard, adapters: Adapters | None) -> list[int]:
+    """How many rows of a rank are in each run that has its own message."""
     if shard.tensor.size == 1 or adapters is not None or shard.fp8:  # one mask, one scale
-        return [slice(rows)]
+        return [rows]
     count = max(1, min(shard.chunks, rows))
-    return [slice(*run) for run in pairwise(rows * number // count for number in range(count + 1))]
+    return [rows * (number + 1) // count - rows * number // count for number in range(count)]
 
 
-def _gathered_products(x: Tensor, layers: Sequence[Fused], shard: Shard, chunks: Sequence[slice]) -> Tensor:
+def _gathered_products(x: Tensor, layers: Sequence[Fused], shard: Shard, chunks: Sequence[int]) -> Tensor:
     """:func:`_products` of all ranks' ``x [tokens / size, in]``, of one chunk while the next is gathered."""
-    axis = shard.tensor
-    y = x.new_empty((axis.size, len(x), sum(len(weight) for weight, _ in layers)))
-    gathering = all_gather_async(x[chunks[0]], axis)
-    for rows, following in zip_longest(chunks, chunks[1:]):
-        whole = gathering.wait().unflatten(0, (axis.size, -1))
+    axis, ranks = shard.tensor, shard.tensor.size
+    widths = [weight.shape[0] for weight, _ in layers]
+    y = x.new_empty((ranks, x.shape[0], sum(widths)))
+    weights = [weight.t().expand(ranks, -1, -1) for weight, _ in layers]
+    given, made = x.split_with_sizes(chunks), y.split_with_sizes(chunks, 1)
+    gathering = all_gather_async(given[0], axis)
+    for rows, following in zip_longest(made, given[1:]):
+        whole = gathering.wait().view(ranks, rows.shape[1], -1)
         if following is not None:
-            gathering = all_gather_async(x[following], axis)
-        start = 0
-        for weight, bias in layers:
-            part = y[:, rows, start : start + len(weight)]
+            gathering = all_gather_async(following, axis)
+        parts = (rows,) if len(layers) == 1 else rows.split_with_sizes(widths, 2)
+        for part, weight, (_, bias) in zip(parts, weights, layers):
             if bias is None:
-                torch.bmm(whole, weight.t().expand(axis.size, -1, -1), out=part)
+                torch.bmm(whole, weight, out=part)
             else:
-                torch.baddbmm(bias, whole, weight.t().expand(axis.size, -1, -1), out=part)
-            start += len(weight)
-    return y.flatten(0, 1)
+                torch.baddbmm(bias, whole, weight, out=part)
+    return y.view(-1, y.shape[2])
 
 
-def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[slice]) -> Tensor:
+def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[int]) -> Tensor:
     """``x [tokens, in / size] W^T`` summed over the ranks, and scattered over tokens in sequence parallel:
     one chunk while the next is multiplied."""
-    axis, scatters = shard.tensor, shard.sequence
-    whole = x.unflatten(0, (axis.size if scatters else 1, -1))
-    y = x.new_empty((whole.shape[1], len(weight)))
+    axis, ranks = shard.tensor, shard.tensor.size
+    y = x.new_empty((sum(chunks), weight.shape[0]))
+    turned = weight.t()
+    if shard.sequence:
+        given = x.view(ranks, y.shape[0], -1).split_with_sizes(chunks, 1)
+        turned = turned.expand(ranks, -1, -1)
+    else:
+        given = x.split_with_sizes(chunks)
     summing = Pending(y)
-    for rows in chunks:
-        if scatters:
-            part = torch.bmm(whole[:, rows], weight.t().expand(axis.size, -1, -1)).flatten(0, 1)
+    for rows, out in zip(given, y.split_with_sizes(chunks)):
+        if shard.sequence:
+            part = torch.bmm(rows, turned).view(-1, y.shape[1])
         else:
-            part = torch.mm(x[rows], weight.t(), out=y[rows])
+            part = torch.mm(rows, turned, out=out)
         summing.wait()
-        summing = reduce_scatter_async(part, axis, y[rows]) if scatters else all_reduce_async(part, axis)
+        summing = reduce_scatter_async(part, axis, out) if shard.sequence else all_reduce_async(part, axis)
     summing.wait()
     return y
 
@@ -266,7 +272,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         fused = tensors if adapters is None else tensors[: -len(adapters.tensors)]
         ctx.layers, ctx.shard, ctx.adapters = list(zip(fused[::2], fused[1::2])), shard, adapters
-        chunks = _chunks(len(x), shard, adapters) if shard.sequence else []
+        chunks = _chunks(x.shape[0], shard, adapters) if shard.sequence else []
         inner = None
         if len(chunks) > 1:
             y = _gathered_products(x, ctx.layers, shard, chunks)
@@ -282,7 +288,8 @@ class _ColumnLinear(torch.autograd.Function):
         x, inner = ctx.saved_tensors
         gradient = gradient.contiguous()
         axis, sequence, adapters = ctx.shard.tensor, ctx.shard.sequence, ctx.adapters
-        gradients = gradient.split([len(weight) for weight, _ in ctx.layers], dim=1)
+        widths = [weight.shape[0] for weight, _ in ctx.layers]
+        gradients = (gradient,) if len(widths) == 1 else gradient.split_with_sizes(widths, 1)
         trained = _trained(ctx.layers, adapters)
         # The mask of dropout is that of all tokens.
         later = trained is not None and deferred(trained) and (adapters is None or adapters.drop is None)
@@ -336,10 +343,10 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight, ctx.shard, ctx.adapters = weight, shard, adapters
         kept = None if _trained([(weight, None)], adapters) is None else x
-        rows = len(x) // (shard.tensor.size if shard.sequence else 1)
+        rows = x.shape[0] // (shard.tensor.size if shard.sequence else 1)
         if unused:
             ctx.save_for_backward(kept, None if adapters is None else adapters.inner(x))
-            return x.new_empty((rows, len(weight)))
+            return x.new_empty((rows, weight.shape[0]))
         chunks = _chunks(rows, shard, adapters)
         if len(chunks) > 1:
             ctx.save_for_backward(kept, None)

@@ -68,16 +68,19 @@ def scatter_sum_first(x: Tensor, axis: Axis) -> Tensor:
     return identity(x, axis) if axis.size == 1 else reduce_scatter(x.contiguous(), axis)
 
 
-def _last(operation: Operation) -> Operation:
-    """A collective along the last dimension instead of the first."""
+def _along(dim: int, operation: Operation) -> Operation:
+    """A collective along another dimension than the first."""
 
     def moved(x: Tensor, axis: Axis) -> Tensor:
-        return operation(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
+        return operation(x.movedim(dim, 0), axis).movedim(0, dim).contiguous()
 
     return moved
 
 
-slice_last, gather_last, scatter_sum_last = map(_last, (slice_first, gather_first, scatter_sum_first))
+slice_last, gather_last, scatter_sum_last = (
+    _along(-1, operation) for operation in (slice_first, gather_first, scatter_sum_first)
+)
+_gather_second, _scatter_sum_second = _along(1, gather_first), _along(1, scatter_sum_first)
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
@@ -99,3 +102,24 @@ def gathered_last(x: Tensor, axis: Axis) -> Tensor:
     """``[..., h / size]`` -> ``[..., h]``, for a computation that all repeat: of gradients this rank's slice
     is passed on."""
     return mapped(x, axis, gather_last, slice_last)
+
+
+def gathered_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """``[batch, tokens / size, ...]`` -> ``[batch, tokens, ...]``, for a computation of which each rank does
+    a part: gradients are summed and scattered."""
+    return mapped(x, axis, _gather_second, _scatter_sum_second)
+
+
+def summed_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """``[batch, tokens, ...]`` -> this rank's ``[batch, tokens / size, ...]`` of the sum; gradients are
+    gathered.
+
+    Raises:
+        HexadError: the tokens do not divide.
+    """
+    if x.dim() < 2 or x.shape[1] % axis.size:
+        raise HexadError(
+            f"sequence parallel: found activations of shape {tuple(x.shape)}, whose dim 1, of tokens, does "
+            f"not divide by {axis.size} tensor ranks; pad the sequences"
+        )
+    return mapped(x, axis, _scatter_sum_second, _gather_second)

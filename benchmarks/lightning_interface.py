@@ -1,5 +1,5 @@
-"""Step time of Lightning's strategies: ``HexadStrategy`` beside ``DDPStrategy``, one unchanged LightningModule on
-two ranks of a CPU. Fits take turns; reported are medians of steps, and of the ratios of neighbouring fits.
+"""Step time of Lightning's strategies: ``HexadStrategy`` beside ``DDPStrategy``, one unchanged module on two
+ranks of a CPU. Fits take turns; reported are medians of steps, and of the ratios of neighbouring fits.
 
     python benchmarks/lightning_interface.py --rounds 3 --output benchmarks/results/lightning_interface.json
 """

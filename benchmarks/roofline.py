@@ -281,7 +281,7 @@ def run(
     (stage,) = build_stages(model, shard, [range(model.layers)], [0], 0).values()
     accumulator: Any = _Accumulator(waits=not after)
     for declared in declared_parameters(stage):
-        contributions.attach(declared.parameter, accumulator)
+        contributions.attach(declared.parameter, accumulator, direct=True)
     ids = torch.empty((sequences, tokens), dtype=torch.int64, device=meta)
     with counted(after, rates) as counting:
         _forward_and_backward(stage, ids)

@@ -185,7 +185,7 @@ WAITS = {
     "compat/deepspeed/zero.py:_adopt": "changed after saves, zero 1",
     "compat/megatron/parallel_state.py:_same_number_of_groups": "megatron, layers in an engine",
     "engine/engine.py:evaluate": "saved and resumed, zero 1",
-    "engine/engine.py:train_step": "zb_v, data 2, zero 2",
+    "engine/engine.py:_finish_step": "zb_v, data 2, zero 2",
     "engine/language.py:start_summing": "experts, data 2, tensor 2, zero 3",
     "engine/modules.py:broadcast": "deepspeed, zero 1, as scripts read",
     "generation/generator.py:_steps": "generation, context 2",

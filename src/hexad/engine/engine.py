@@ -312,10 +312,11 @@ class Engine(State):
             self.after_passes()
         losses = language.start_summing(total, work.auxiliary)
         self.reduce()
-        return partial(self._finish_step, work, all_reduce_async(losses.wait(), self.mesh.pipeline))
+        return partial(self._finish_step, work, losses)
 
     def _finish_step(self, work: Work, losses: Pending) -> StepResult:
-        """Clip and update with reduced gradients."""
+        """Clip and update with reduced gradients, given the losses' sums over data and context ranks."""
+        losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
         own = self.optimizer.rule.rate
         rates = self._rates(work.sequences * self.mesh.data.size) if own is None else None
         targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale

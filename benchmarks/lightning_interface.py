@@ -17,7 +17,7 @@ from typing import Any
 
 from facts import facts
 
-STEPS, WARM_UP = 10, 2
+STEPS, WARM_UP = 8, 2
 STRATEGIES = ("ddp", "hexad", "hexad_zero1", "hexad_zero3")
 
 
@@ -38,7 +38,7 @@ def fit(strategy: str, file: str) -> None:
     import hexad.compat.lightning  # noqa: F401  # registers its strategies
 
     torch.set_num_threads(1)
-    shape = Shape()
+    shape = Shape(sequence=128)
 
     class Module(LightningModule):
         def __init__(self) -> None:

@@ -58,12 +58,10 @@ class Converted(ShardedModule):
         errors: list[str] = others[-1]
         for weight, parts in self._by_weight().items():
             key = f"{prefix}{weight}"
-            whole, rectangle = (
-                state_dict.get(key),
-                next(iter(parts.values())).pieces(self.shard.positions)[0][1],
-            )
+            whole = state_dict.get(key)
             if whole is None:
                 continue
+            rectangle = next(iter(parts.values())).pieces(self.shard.positions)[0][1]
             if tuple(whole.shape) == rectangle.shape:
                 state_dict |= {f"{prefix}{name}": self._part(whole, name, parts[name]) for name in parts}
             else:

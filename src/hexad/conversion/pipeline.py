@@ -189,9 +189,6 @@ def pipeline(
     Raises:
         HexadError: the modules' places are not known or do not fit.
     """
-    if not isinstance(module, nn.Module):
-        module = _Listed(module)
-        layers = "layers"
     if mesh.context.size > 1:
         raise HexadError(
             f"mesh: found {mesh.context.size} context ranks, of whose tokens a user's attention would see "
@@ -199,23 +196,10 @@ def pipeline(
         )
     if schedule == "auto":
         raise HexadError("schedule: found auto, which needs costs of layers; name one, such as 1f1b")
-    if layers is None:
-        layers, before, after = _own_plan(module)
-    before, after = ([names] if isinstance(names, str) else names for names in (before, after))
-    if not _has(module, layers):
-        raise HexadError(f"layers: found {layers!r}, expected the path of a list in {type(module).__name__}")
-    listed = module.get_submodule(layers)
-    if not isinstance(listed, nn.ModuleList | nn.Sequential):
-        raise HexadError(
-            f"layers: found {type(listed).__name__} at {layers!r}, expected a ModuleList or Sequential"
-        )
-    model = _Model(module, layers, tuple(before), tuple(after))
+    model = _Model.of(module, layers, before, after)
     ranks = mesh.pipeline.size
     planned = build_schedule(schedule, ranks, ranks, virtual_stages)
-    parts = partition(split, len(listed), planned.stages, model.costs())
-    model.check_sharing(parts)
-    if min(map(len, parts)) == 0:
-        raise HexadError(f"split: found {[len(part) for part in parts]}, expected a layer for every stage")
+    parts = model.parts(split, planned.stages)
     own = planned.stages_of(mesh.pipeline.rank)
     heres = {number: _Here() for number in own}
     stages = {number: model.stage(parts, number, heres[number]) for number in own}
@@ -238,7 +222,7 @@ def pipeline(
 
     def empty(batch: Any, _: int) -> Tensor:
         kind = next(p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
-        shape = boundary(batch) if boundary is not None else _shape(module, batch)
+        shape = boundary(batch) if boundary is not None else _shape(model.module, batch)
         return torch.empty(shape, dtype=kind, device=mesh.device)
 
     plan = PipelinePlan(planned, parts)
@@ -328,6 +312,35 @@ class _Model:
     before: tuple[str, ...]
     after: tuple[str, ...]
 
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module | Sequence[nn.Module],
+        layers: str | None,
+        before: Iterable[str],
+        after: Iterable[str],
+    ) -> _Model:
+        """The arguments of :func:`pipeline`, and what the model says itself.
+
+        Raises:
+            HexadError: there is no list of layers.
+        """
+        if not isinstance(module, nn.Module):
+            module, layers = _Listed(module), "layers"
+        if layers is None:
+            layers, before, after = _own_plan(module)
+        if not _has(module, layers):
+            raise HexadError(
+                f"layers: found {layers!r}, expected the path of a list in {type(module).__name__}"
+            )
+        listed = module.get_submodule(layers)
+        if not isinstance(listed, nn.ModuleList | nn.Sequential):
+            raise HexadError(
+                f"layers: found {type(listed).__name__} at {layers!r}, expected a ModuleList or Sequential"
+            )
+        places = ((names,) if isinstance(names, str) else tuple(names) for names in (before, after))
+        return cls(module, layers, *places)
+
     def __post_init__(self) -> None:
         known = (self.layers, *self.before, *self.after)
         for name in known:
@@ -347,8 +360,21 @@ class _Model:
             layer for layer in self.module.get_submodule(self.layers)._modules.values() if layer is not None
         ]
 
-    def check_sharing(self, parts: Sequence[range]) -> None:
-        """Refuse weights that layers of two stages share."""
+    def parts(self, split: Literal["cost", "even"] | Sequence[int], stages: int) -> tuple[range, ...]:
+        """The layers of every stage.
+
+        Raises:
+            HexadError: a stage without layers, or weights that layers of two stages share.
+        """
+        parts = partition(split, len(self._listed), stages, self._costs())
+        self._check_sharing(parts)
+        if min(map(len, parts)) == 0:
+            raise HexadError(
+                f"split: found {[len(part) for part in parts]}, expected a layer for every stage"
+            )
+        return parts
+
+    def _check_sharing(self, parts: Sequence[range]) -> None:
         stages: dict[nn.Parameter, int] = {}
         held = [(number, index) for number, part in enumerate(parts) for index in part]
         for number, index in held:
@@ -359,7 +385,7 @@ class _Model:
                         "put both into one stage (split), or use no pipeline"
                     )
 
-    def costs(self) -> LayerCosts:
+    def _costs(self) -> LayerCosts:
         """By parameters."""
         weights = [float(_elements(layer)) for layer in self._listed]
         head = sum(_elements(self.module.get_submodule(name)) for name in self.after)

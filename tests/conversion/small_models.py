@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -192,11 +193,12 @@ class Wide(TorchFunctionMode):
         return function(*wide, **named)
 
 
-def trained(model: nn.Module, steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of a plain loop, and the weights in the end."""
+def trained(model: nn.Module, steps: int = 3, wide: bool = True) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of a plain loop, and the weights in the end; ``wide``: see :class:`Wide`, which is not in force in
+    backward passes."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
     for _ in range(steps):
-        with Wide():
+        with Wide() if wide else nullcontext():
             loss = loss_of(model, tokens_of())
         optimizer.zero_grad()
         loss.backward()

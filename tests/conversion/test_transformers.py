@@ -91,3 +91,22 @@ def test_plans_that_a_model_does_not_fit_are_refused(
 ) -> None:
     for said in pool.run(world, refusal, Kind(folder, USUAL.get(folder, "EsmcConfig"))):
         assert message in said
+
+
+def recomputed(reentrant: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    world = dist.get_world_size()
+    model = parallelize(
+        Kind("llama", USUAL["llama"]).build(), Mesh.create(Layout(world=world, tensor=world), CPU)
+    )
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return trained(model, wide=False)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant: bool, pool: Pool) -> None:
+    """The norms of the model are in float32; what a rank leaves out would change the weights by 1e-3."""
+    losses, weights = trained(Kind("llama", USUAL["llama"]).build(), wide=False)
+    for given, state in pool.run(2, recomputed, reentrant):
+        assert given == pytest.approx(losses, rel=1e-6)
+        for name, values in weights.items():
+            torch.testing.assert_close(state[name], values, rtol=1e-6, atol=1e-7)

@@ -207,11 +207,17 @@ class HexadStrategy(DDPStrategy):
         return None if training is None or training.released else training
 
     @property
+    def engine_module(self) -> EngineModule | None:
+        """The trainer's module, if it has an engine of its own."""
+        module = self.lightning_module
+        return module if isinstance(module, EngineModule) else None
+
+    @property
     def mesh(self) -> Mesh:
         """The ranks, in the layout of the strategy and the configuration; from ``configure_model`` on."""
-        module, ranks = self.lightning_module, self.world_size
-        if isinstance(module, EngineModule):
-            return world.mesh_in(module.layout(ranks, self.named), self.root_device)
+        module, own, ranks = self.lightning_module, self.engine_module, self.world_size
+        if own is not None:
+            return world.mesh_in(own.layout(ranks, self.named), self.root_device)
         parallel = self.parallel
         if parallel.pipeline * parallel.context > 1:
             raise HexadError(
@@ -229,7 +235,7 @@ class HexadStrategy(DDPStrategy):
     @property
     def _set_up_apart(self) -> bool:
         """Whether ranks may have different parts of the model, which Lightning does not know."""
-        return isinstance(self.lightning_module, EngineModule) or self.mesh.layout.world > self.mesh.data.size
+        return self.engine_module is not None or self.mesh.layout.world > self.mesh.data.size
 
     def clip_by_norm(self, norm: float) -> None:
         """Clip the next step by the norm of all ranks' gradient."""
@@ -242,8 +248,8 @@ class HexadStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Set up the module, and in a fit what trains it."""
-        module, self._failed = self.lightning_module, False
-        if isinstance(module, EngineModule):
+        module, self._failed = self.engine_module, False
+        if module is not None:
             _check_trainer(trainer, self.precision_plugin, module)
         if isinstance(module, HexadModule):
             self._left.enter_context(deterministic(module.config.run.deterministic, self.root_device))
@@ -255,14 +261,14 @@ class HexadStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        if isinstance(module, EngineModule):
+        if module is not None:
             module.set_up(self.mesh, False, None)
         self._load_found()
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
         """Move the module, but not one whose engine has its parameters."""
-        if not has_engine(self.lightning_module):
+        if not has_engine(self.engine_module):
             super().model_to_device()
 
     def configure_ddp(self) -> None:
@@ -274,13 +280,13 @@ class HexadStrategy(DDPStrategy):
         Raises:
             HexadError: several optimizers, or one that cannot be sharded.
         """
-        module = self.lightning_module
+        module, own = self.lightning_module, self.engine_module
         assert module is not None
-        if isinstance(module, EngineModule):
+        if own is not None:
             self._check_callbacks(trainer)
-            module.set_up(self.mesh, True, partial(self._optimizer_of, module, trainer))
+            own.set_up(self.mesh, True, partial(self._optimizer_of, own, trainer))
             if not isinstance(self.optimizers[0], ConfiguredOptimizer):
-                self.optimizers = [module.stepped(self.optimizers[0])]
+                self.optimizers = [own.stepped(self.optimizers[0])]
             self._load_found()
             return
         super().setup_optimizers(trainer)
@@ -321,8 +327,8 @@ class HexadStrategy(DDPStrategy):
         found, self._found = self._found, None
         if found is None:
             return
-        if isinstance(self.lightning_module, EngineModule):
-            self.lightning_module.load(found.path, found.manifest, self._strict)
+        if self.engine_module is not None:
+            self.engine_module.load(found.path, found.manifest, self._strict)
         elif self._training is not None:
             checkpoints.fill_training(found, self._training, self._strict)
         else:
@@ -481,8 +487,8 @@ class HexadStrategy(DDPStrategy):
             )
         omitted = set(self._dumped) - set(state)
         self._dumped = {}
-        if isinstance(module, EngineModule):
-            checkpoints.save_model(path, checkpoint, module)
+        if self.engine_module is not None:
+            checkpoints.save_model(path, checkpoint, self.engine_module)
             return
         training = self._training if self._training is not None and self._training.module is module else None
         if training is not None:
@@ -529,8 +535,8 @@ class HexadStrategy(DDPStrategy):
         """Make the module plain again, on the host, with complete parameters; a HexadModule keeps its
         engine."""
         self._left.close()
-        if isinstance(self.lightning_module, EngineModule):
-            self.lightning_module.close(self._failed)
+        if self.engine_module is not None:
+            self.engine_module.close(self._failed)
         if self._training is not None:
             self._training.release(gather=not self._failed)
         super().teardown()

@@ -1,6 +1,6 @@
 """Megatron-LM's ``get_forward_backward_func`` over Hexad's executor: any schedule."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from hexad.config.schema import MemorySettings
 from hexad.engine.engine import Engine
 from hexad.engine.faults import StepResult
 from hexad.model.transformer import DTYPES
+from hexad.parallel.pipeline.schedule import Schedule
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
@@ -49,14 +50,12 @@ def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., En
         ConfigError: flags that do not fit each other.
     """
     resolved, mesh = resolved_model(), parallel_state.get_mesh()
-    schedule = resolved.plan.schedule
-    own = schedule.stages_of(mesh.pipeline.rank)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(len(own) if len(own) > 1 else None)
-    stages: dict[int, nn.Module] = {}
-    for place, number in enumerate(own):
-        parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
-        stages[number] = model_provider(pre_process=number == 0, post_process=number == schedule.stages - 1)
-    compute = partial(_compute, {stage: number for number, stage in stages.items()}, schedule.stages - 1)
+    last = resolved.plan.schedule.stages - 1
+    stages = build_stages(
+        resolved.plan.schedule,
+        mesh,
+        lambda number: model_provider(pre_process=number == 0, post_process=number == last),
+    )
     # GPTModel wraps its own layers in recompute; an engine does not know the layers of modules.
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
@@ -66,7 +65,7 @@ def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., En
         mesh,
         config,
         plan=resolved.plan,
-        compute=compute,
+        compute=compute_of(stages, last),
         boundary=lambda *_: empty_hidden(config, mesh),
         initialise=False,
     )
@@ -78,6 +77,31 @@ def empty_hidden(config: Config, mesh: Mesh) -> Tensor:
     rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)
     dtype = DTYPES[config.precision.dtype]
     return torch.empty((rows, config.model.hidden), dtype=dtype, device=mesh.device)
+
+
+def build_stages(
+    schedule: Schedule, mesh: Mesh, provider: Callable[[int], nn.Module]
+) -> dict[int, nn.Module]:
+    """This rank's stages, each made while ``parallel_state`` says that it is the current one.
+
+    Args:
+        schedule: which says what stages a rank has.
+        mesh: of the current rank.
+        provider: of the stage of a number.
+    """
+    own = schedule.stages_of(mesh.pipeline.rank)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(len(own) if len(own) > 1 else None)
+    stages: dict[int, nn.Module] = {}
+    for place, number in enumerate(own):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
+        stages[number] = provider(number)
+    return stages
+
+
+def compute_of(stages: Mapping[int, nn.Module], last: int) -> Callable[..., Tensor]:
+    """What an engine computes of a rank's stages, whose functions are a script's; ``last``: the stage with the
+    loss."""
+    return partial(_compute, {stage: number for number, stage in stages.items()}, last)
 
 
 def _compute(
@@ -107,20 +131,25 @@ class ScriptEngine(GPTEngine):
 
     Args:
         forward_step: see :func:`forward_backward`.
+
+    Attributes:
+        reported: by the loss functions of the last passes, per microbatch, on the rank of the last stage.
     """
 
     def __init__(self, *given: Any, forward_step: ForwardStep, **more: Any) -> None:
         super().__init__(*given, **more)
         self._forward_step = forward_step
+        self.reported: list[Any] = []
 
     def _script(self, batches: Sequence[Any]) -> _Step:
         return _Step(self._forward_step, iterators_of(batches, list(self.stages)))
 
-    def train_step(
+    def start_step(
         self, microbatches: Sequence[Any], record: bool = False, divisor: int | None = None
-    ) -> StepResult:
-        """Accumulate this data rank's microbatches, reduce, clip and update; see :meth:`Engine.train_step`.
-        The loss is the mean over microbatches, as in Megatron-LM, whatever the ``divisor``."""
+    ) -> Callable[[], StepResult]:
+        """Accumulate this data rank's microbatches and reduce; returns a function that clips and updates, see
+        :meth:`Engine.start_step`. The loss is the mean over microbatches, as in Megatron-LM, whatever the
+        ``divisor``."""
         count, axis = len(microbatches), self.mesh.gradient_axis()
         step = self._script(microbatches)
         self.begin(count)
@@ -131,21 +160,29 @@ class ScriptEngine(GPTEngine):
         loss = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         loss = loss if total is None else loss + total
         loss = all_reduce(all_reduce(loss, axis), self.mesh.pipeline) / (count * axis.size)
-        config, scale = self.config, self.scaler.scale
+        self.reported = step.reported
+        return partial(self._finish_script, count, loss)
+
+    def _finish_script(self, count: int, loss: Tensor) -> StepResult:
+        """Clip and update with the reduced gradients of so many microbatches."""
+        config, scale, own = self.config, self.scaler.scale, self.optimizer.rule.rate
         sequences = count * config.batch.micro * self.mesh.data.size
-        rates = self._rates(sequences)
+        rates = self._rates(sequences) if own is None else None
         norm, updated, sums = self._update(rates, None, 1.0, loss)
         self.samples += sequences
         fault = self._fault(norm, updated)
         self.guard.record(self.step, sums[0], updated, fault)
         targets = sequences * config.data.sequence
         pairs = targets * config.data.sequence
-        return StepResult(self.step, sums[0], norm, rates.lr, targets, pairs, not updated, scale, fault)
+        lr = own if rates is None else rates.lr
+        assert lr is not None
+        return StepResult(self.step, sums[0], norm, lr, targets, pairs, not updated, scale, fault)
 
     def evaluate(self, microbatches: Sequence[Any]) -> tuple[float, int]:
         """(sum of losses, what they are divided by) over data ranks; changes nothing."""
         step = self._script(microbatches)
         self.total_loss([step] * len(microbatches))
+        self.reported = step.reported
         pairs = [(float(loss), float(count)) for loss, count in step.sums]
         result = torch.tensor(pairs or [(0.0, 0.0)], dtype=torch.float64, device=self.mesh.device).sum(0)
         summed = all_reduce(all_reduce(result, self.mesh.gradient_axis()), self.mesh.pipeline).tolist()

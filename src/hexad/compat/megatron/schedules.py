@@ -99,8 +99,7 @@ def build_stages(
 
 
 def compute_of(stages: Mapping[int, nn.Module], last: int) -> Callable[..., Tensor]:
-    """What an engine computes of a rank's stages, whose functions are a script's; ``last``: the stage with the
-    loss."""
+    """What an engine computes of a rank's stages, by a script's functions; the ``last`` has the loss."""
     return partial(_compute, {stage: number for number, stage in stages.items()}, last)
 
 

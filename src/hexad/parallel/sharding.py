@@ -282,9 +282,12 @@ def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declare
 
 
 def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
-    """The declaration of a plain module's parameter: vectors get no weight decay."""
+    """The declaration of a plain module's parameter: vectors get no weight decay. Megatron-LM's mark
+    ``sequence_parallel`` says that its gradient is that of this rank's tokens."""
     shape, unit = tuple(parameter.shape) or (1,), _unit(name.rpartition(".")[0])
-    return Parameter(name, (Weight(name, shape, decay=parameter.dim() > 1, unit=unit, given=True),))
+    partial = frozenset({"tensor"} if getattr(parameter, "sequence_parallel", False) else ())
+    weight = Weight(name, shape, {}, partial, decay=parameter.dim() > 1, unit=unit, given=True)
+    return Parameter(name, (weight,))
 
 
 def _unit(path: str) -> str:

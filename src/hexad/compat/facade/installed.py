@@ -64,7 +64,11 @@ def refused_name(full: str, why: str) -> type:
 
 
 def install(
-    package: ModuleType, system: str, where: Mapping[str, str], unsupported: Mapping[str, str]
+    package: ModuleType,
+    system: str,
+    where: Mapping[str, str],
+    unsupported: Mapping[str, str],
+    names: Mapping[str, str] | None = None,
 ) -> None:
     """Make ``import SYSTEM`` import a package of this one in this process.
 
@@ -73,6 +77,7 @@ def install(
         system: the name that scripts import.
         where: module below the system -> module of the package.
         unsupported: names below the system that can be imported -> what to do instead of using them.
+        names: names in modules of the system that the package has no module for -> its module with that name.
 
     Raises:
         HexadError: the system's package has been imported.
@@ -88,6 +93,10 @@ def install(
         sys.modules[path] = target
         if parent is not package or not hasattr(package, name):
             setattr(parent, name.rpartition(".")[2], target)
+    for name, module in (names or {}).items():
+        parent, _ = _parent(package, system, name)
+        last = name.rpartition(".")[2]
+        setattr(parent, last, getattr(import_module(f"{package.__name__}.{module}"), last))
     for name, why in unsupported.items():
         parent, _ = _parent(package, system, name)
         setattr(parent, name.rpartition(".")[2], refused_name(f"{system}.{name}", why))

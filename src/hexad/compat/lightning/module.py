@@ -29,7 +29,7 @@ from hexad.dataset.sidecar import identity
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import Score, ValidationSets, total
-from hexad.engine.faults import StepResult
+from hexad.engine.faults import FaultGuard, StepResult
 from hexad.engine.losses import Outputs
 from hexad.launching.launch import naming_operators, resolved_alike
 from hexad.model.configuration import load_config
@@ -167,6 +167,11 @@ class EngineModule(LightningModule):
         mine = set(held.parameters())
         return chain((pair for pair in own if pair[1] not in mine), stages)
 
+    def configured_optimizer(self, config: Config) -> ConfiguredOptimizer:
+        """The optimizer of a configuration, which the engine steps."""
+        parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
+        return ConfiguredOptimizer(parameters, config.optimizer.lr, self.update)
+
     def adopted(self, optimizer: torch.optim.Optimizer, stages: Mapping[int, nn.Module]) -> Any:
         """An optimizer of :meth:`parameters`, restricted to those of this rank's stages."""
         held = nn.ModuleList(stages.values())
@@ -213,6 +218,41 @@ class EngineModule(LightningModule):
 
     def discard(self) -> None:
         """No-op: a step begins without gradients."""
+
+
+def layout_of_module(name: str, named: Mapping[str, Any], ranks: int) -> Layout:
+    """The layout of a user's module, which knows nothing of context ranks.
+
+    Args:
+        name: of the module's class.
+        named: settings of ``parallel``.
+        ranks: of the world.
+
+    Raises:
+        HexadError: settings that do not fit.
+    """
+    parallel = load_config({"parallel": dict(named)}).parallel
+    if parallel.context > 1:
+        raise HexadError(
+            f"{name}: found context_parallel_size={parallel.context}; the attention of its layers knows "
+            "nothing of context ranks, use 1"
+        )
+    return Layout.from_settings(parallel, ranks)
+
+
+def check_fault(guard: FaultGuard, result: StepResult) -> None:
+    """Warn of a faulty step, or stop, as ``faults`` says.
+
+    Raises:
+        AgreedError: it says to stop.
+    """
+    if result.fault is None:
+        return
+    what = guard.describe(result.step, result.loss, result.fault, result.limit)
+    if guard.action(result.fault) == "skip" and not guard.exhausted:
+        log.warning("%s: its update was skipped", what)
+        return
+    raise AgreedError(f"{what}; lower optimizer.lr, or resume from an earlier checkpoint with ckpt_path")
 
 
 def has_engine(module: object) -> bool:
@@ -358,7 +398,7 @@ class HexadModule(EngineModule):
         schedules: Any = self.lr_schedulers() or []
         for schedule in schedules if isinstance(schedules, list) else [schedules]:
             schedule.step()
-        self._check(result)
+        check_fault(engine.guard, result)
         if engine.step >= self.config.run.steps:
             self.trainer.should_stop = True
         return result
@@ -369,22 +409,10 @@ class HexadModule(EngineModule):
         with naming_operators():
             self._result, self._finish = self._finish(), None
 
-    def _check(self, result: StepResult) -> None:
-        """Warn of a faulty step, or stop, as ``faults`` says."""
-        if result.fault is None:
-            return
-        guard = self._made().guard
-        what = guard.describe(result.step, result.loss, result.fault, result.limit)
-        if guard.action(result.fault) == "skip" and not guard.exhausted:
-            log.warning("%s: its update was skipped", what)
-            return
-        raise AgreedError(f"{what}; lower optimizer.lr, or resume from an earlier checkpoint with ckpt_path")
-
     def configure_optimizers(self) -> Any:
         """The optimizer and the learning rates of the configuration; or override for one of ``torch.optim``,
         with schedules, which are stepped after every step."""
-        parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
-        return ConfiguredOptimizer(parameters, self.config.optimizer.lr, self.update)
+        return self.configured_optimizer(self.config)
 
     # Data
 

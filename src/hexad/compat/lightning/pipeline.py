@@ -20,7 +20,7 @@ from hexad.model.configuration import load_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
-from .module import EngineModule
+from .module import EngineModule, layout_of_module
 from .training import CLIP_EPSILON, engine_settings
 
 log = logging.getLogger("hexad")
@@ -98,12 +98,7 @@ class PipelineModule(EngineModule):
     def layout(self, ranks: int, named: Mapping[str, Any]) -> Layout:
         """The layout of so many ranks."""
         self._parallel = load_config({"parallel": dict(named)}).parallel
-        if self._parallel.context > 1:
-            raise HexadError(
-                f"PipelineModule: found context_parallel_size={self._parallel.context}; the attention of its "
-                "layers knows nothing of context ranks, use 1"
-            )
-        return Layout.from_settings(self._parallel, ranks)
+        return layout_of_module("PipelineModule", named, ranks)
 
     def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
         """An engine of this rank's stages, with the values that the layers have."""

@@ -153,8 +153,7 @@ class HexadStrategy(DDPStrategy):
             "replicas": replicas,
             "schedule": schedule,
         }
-        self.named = {name: value for name, value in named.items() if value is not None}
-        self.parallel = _settings(self.named)
+        self.use({name: value for name, value in named.items() if value is not None})
         self.timeout = timeout
         self._training: ModuleTraining | None = None
         self._synchronised = True
@@ -173,6 +172,15 @@ class HexadStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+
+    def use(self, named: Mapping[str, Any]) -> None:
+        """Name settings of ``parallel``.
+
+        Raises:
+            HexadError: one is out of range, or expert parallelism.
+        """
+        self.named = dict(named)
+        self.parallel = _settings(self.named)
 
     @property
     def precision_plugin(self) -> Precision:

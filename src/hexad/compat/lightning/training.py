@@ -66,6 +66,23 @@ def engine_settings(module: nn.Module, parallel: ParallelSettings, timeout: floa
     """The settings of an engine around a module, in the format of its parameters.
 
     Raises:
+        HexadError: as :func:`format_settings`.
+    """
+    return load_config(
+        {
+            "run": {"timeout": timeout},
+            "parallel": {name: getattr(parallel, name) for name in parallel.model_fields_set},
+            "precision": format_settings(module),
+            "optimizer": {"clip": 0.0},
+            "checkpoint": {"asynchronous": False},
+        }
+    )
+
+
+def format_settings(module: nn.Module) -> dict[str, Any]:
+    """The group ``precision`` of a module's parameters.
+
+    Raises:
         HexadError: they have several formats, or another one than torch.optim updates.
     """
     formats = sorted({str(p.dtype).removeprefix("torch.") for p in trained(module)})
@@ -78,15 +95,7 @@ def engine_settings(module: nn.Module, parallel: ParallelSettings, timeout: floa
     precision: dict[str, Any] = {"dtype": known[formats[0]]}
     if precision["dtype"] == "fp16":
         precision["loss_scale"] = 1.0  # Lightning's plugins scale the loss, if at all
-    return load_config(
-        {
-            "run": {"timeout": timeout},
-            "parallel": {name: getattr(parallel, name) for name in parallel.model_fields_set},
-            "precision": precision,
-            "optimizer": {"clip": 0.0},
-            "checkpoint": {"asynchronous": False},
-        }
-    )
+    return precision
 
 
 class ModuleTraining:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "gpt": "GPTModel",
     "initialize": "destroy_megatron get_args get_config get_tokenizer initialize_megatron",
-    "layers": "ColumnParallelLinear ModelParallelConfig RowParallelLinear VocabParallelEmbedding",
+    "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
     "mappings": "vocab_parallel_cross_entropy",
     "parallel_state": "get_mesh",
     "schedules": "get_forward_backward_func get_num_microbatches setup_model",
+    "settings": "DistributedDataParallelConfig MegatronModule ModelParallelConfig OptimizerConfig",
     "tensor_parallel": "",
     "training": "get_timers pretrain print_rank_0",
     "transformer": "ModelType TransformerConfig core_transformer_config_from_args",
@@ -29,10 +30,16 @@ if TYPE_CHECKING:
     from . import mappings, parallel_state, tensor_parallel
     from .gpt import GPTModel
     from .initialize import destroy_megatron, get_args, get_config, get_tokenizer, initialize_megatron
-    from .layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, VocabParallelEmbedding
+    from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
     from .mappings import vocab_parallel_cross_entropy
     from .parallel_state import get_mesh
     from .schedules import get_forward_backward_func, get_num_microbatches, setup_model
+    from .settings import (
+        DistributedDataParallelConfig,
+        MegatronModule,
+        ModelParallelConfig,
+        OptimizerConfig,
+    )
     from .training import get_timers, pretrain, print_rank_0
     from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 
@@ -56,9 +63,9 @@ def install() -> None:
         HexadError: a megatron package has been imported.
     """
     from ..facade.installed import install as install_package
-    from .installed import UNSUPPORTED, WHERE
+    from .installed import NAMES, UNSUPPORTED, WHERE
 
-    install_package(sys.modules[__name__], "megatron", WHERE, UNSUPPORTED)
+    install_package(sys.modules[__name__], "megatron", WHERE, UNSUPPORTED, NAMES)
 
 
 def __dir__() -> list[str]:

@@ -197,8 +197,13 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
         distributed_timeout_minutes=arguments.distributed_timeout_minutes,
         device=device,
     )
-    # Megatron-LM's rule: pipeline ranks have other weights, all others the same.
-    seed = arguments.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    seed_generators(arguments.seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed random number generators by Megatron-LM's rule: pipeline ranks have other weights, all others the
+    same."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

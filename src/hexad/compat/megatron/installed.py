@@ -15,6 +15,7 @@ _MODULES = {
     "mappings": "core.tensor_parallel.mappings",
     "parallel_state": "core.mpu core.parallel_state mpu",
     "schedules": "core.num_microbatches_calculator core.pipeline_parallel core.pipeline_parallel.schedules",
+    "settings": "core.distributed core.model_parallel_config core.optimizer core.transformer.module",
     "tensor_parallel": "core.tensor_parallel",
     "training": "arguments core.rerun_state_machine core.utils global_vars training training.arguments "
     "training.global_vars training.utils utils",
@@ -23,6 +24,9 @@ _MODULES = {
 }
 WHERE = dict(sorted((name, module) for module, names in _MODULES.items() for name in names.split()))
 """Module of Megatron-LM -> module of this package; packages before their modules."""
+
+NAMES = {"core.ModelParallelConfig": "settings"}
+"""Name in a package of Megatron-Core -> module of this package that has it."""
 
 _NAMES = {
     "reinforcement learning is not part of Hexad yet": ("rl.rl_utils",),

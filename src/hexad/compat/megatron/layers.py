@@ -23,32 +23,13 @@ from hexad.parallel.tensor.linear import column_linear, row_linear
 from . import parallel_state
 from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
+from .settings import ModelParallelConfig
 
 Initialise = Callable[[Tensor], object]
 Output = tuple[Tensor, Tensor | None]
 """A layer's output, and the bias that it has not added."""
 
-_STD = 0.02
-
-
-@dataclass(frozen=True)
-class ModelParallelConfig:
-    """The attributes that layers read of Megatron-LM's class of this name, which may be passed instead.
-
-    Attributes:
-        params_dtype: of parameters and activations.
-        sequence_parallel: activations outside are sharded over tokens.
-        perform_initialization: set initial values.
-        init_method_std: standard deviation of those that an engine draws.
-        tensor_model_parallel_size: the number of tensor ranks, which layers compare with their group's; None,
-            and 1, Megatron-LM's default: any.
-    """
-
-    params_dtype: torch.dtype = torch.float32
-    sequence_parallel: bool = False
-    perform_initialization: bool = True
-    init_method_std: float = _STD
-    tensor_model_parallel_size: int | None = None
+_STD = ModelParallelConfig.init_method_std
 
 
 class _Layer(ShardedModule):

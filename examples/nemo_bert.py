@@ -53,8 +53,9 @@ class BertConfig(ModelParallelConfig):
 class Layer(nn.Module):
     """Attention in both directions, and a feed-forward network, over ``[s, b, h]``."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, number: int) -> None:
         super().__init__()
+        torch.manual_seed(number)  # initial values are the same on any number of ranks
         width = config.hidden_size
         self.head_dim = width // config.num_attention_heads
         self.norm1, self.norm2 = (nn.LayerNorm(width, dtype=config.params_dtype) for _ in range(2))
@@ -83,6 +84,7 @@ class Bert(MegatronModule):
         self.first = parallel_state.is_pipeline_first_stage(ignore_virtual=False)
         self.last = parallel_state.is_pipeline_last_stage(ignore_virtual=False)
         if self.first:
+            torch.manual_seed(1000)
             self.words = VocabParallelEmbedding(
                 VOCAB, config.hidden_size, config=config, reduce_scatter_embeddings=config.sequence_parallel
             )
@@ -93,8 +95,9 @@ class Bert(MegatronModule):
                 reduce_scatter_embeddings=config.sequence_parallel,
             )
         # Numbered over the whole model, so that checkpoints fit any number of stages.
-        self.layers = nn.ModuleDict({str(number): Layer(config) for number in self.own_layers()})
+        self.layers = nn.ModuleDict({str(number): Layer(config, number) for number in self.own_layers()})
         if self.last:
+            torch.manual_seed(2000)
             self.norm = nn.LayerNorm(config.hidden_size, dtype=config.params_dtype)
             for parameter in self.norm.parameters():
                 parameter.sequence_parallel = config.sequence_parallel

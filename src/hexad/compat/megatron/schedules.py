@@ -121,7 +121,8 @@ def _compute(
     loss, *counted, reported = loss_function(output)
     step.reported.append(reported)
     step.sums.append((loss.detach(), counted[0] if counted else 1.0))
-    result: Tensor = loss / counted[0] if counted else loss
+    # As Megatron-Core: a microbatch where nothing counts has the loss 0.
+    result: Tensor = loss / torch.as_tensor(counted[0]).clamp(min=1) if counted else loss
     return result
 
 

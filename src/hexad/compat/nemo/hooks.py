@@ -149,7 +149,8 @@ class HookedModule(EngineModule):
         optimizer = self.user.optimizers(use_pl_optimizer=False)
         if isinstance(optimizer, ConfiguredOptimizer):
             optimizer.param_groups[0]["lr"] = result.lr
-        self.user.log("grad_norm", result.grad_norm, batch_size=1)
+        norm = torch.tensor(result.grad_norm, dtype=torch.float64)
+        self.user.log("grad_norm", norm, batch_size=1)
 
     def evaluated(self, kind: str, microbatches: Sequence[Any]) -> Any:
         """What the loss reduction of ``validation``, ``test`` or ``predict`` makes of a step's microbatches,

@@ -1,0 +1,136 @@
+"""The example with NeMo's hooks, in the ranks of a pool; and the same encoder in a plain loop of PyTorch."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..lightning.program import launched, trainer_of
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "nemo_bert.py"
+STEPS, MICRO, GLOBAL = 4, 2, 8
+
+
+def example() -> ModuleType:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("nemo_bert", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def optimizer() -> Any:
+    """AdamW with a warm-up and a cosine."""
+    from hexad.compat import nemo
+    from hexad.compat.megatron import OptimizerConfig
+
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1, clip_grad=1.0)
+    return nemo.MegatronOptimizerModule(
+        config, nemo.lr_scheduler.CosineAnnealingScheduler(warmup_steps=1, constant_steps=0, min_lr=0.001)
+    )
+
+
+def fitted(
+    given: dict[str, Any],
+    options: dict[str, Any] | None = None,
+    sampler: dict[str, Any] | None = None,
+    load: str | None = None,
+    save: str | None = None,
+) -> dict[str, Any]:
+    """Fit the example; its losses, norms, rates and evaluations, and weights' names."""
+    from lightning.pytorch import Callback
+
+    from hexad.compat.nemo import MegatronDataSampler, MegatronStrategy
+
+    bert, seen = example(), {"losses": [], "norms": [], "rates": [], "val": []}
+
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            metrics = trainer.callback_metrics
+            seen["losses"].append(float(metrics["reduced_train_loss"]))
+            seen["norms"].append(float(metrics["grad_norm"]))
+            seen["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
+
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            seen["val"].append(float(trainer.callback_metrics["val_loss"]))
+
+    with launched():
+        strategy = MegatronStrategy(**given)
+        settings = {"max_steps": STEPS, "val_check_interval": 2, "limit_val_batches": 2}
+        settings |= {"num_sanity_val_steps": 0, "callbacks": [Seen()], **(options or {})}
+        trainer = trainer_of(strategy, **settings)
+        sequence = given.get("sequence_parallel", False)
+        config = bert.BertConfig(
+            params_dtype=torch.float64, sequence_parallel=sequence, hidden_size=16, seq_length=12
+        )
+        data = bert.Text(config.seq_length, MICRO, GLOBAL)
+        if sampler is not None:
+            data.data_sampler = MegatronDataSampler(config.seq_length, MICRO, GLOBAL, **sampler)
+        module = bert.BertModule(config, optimizer())
+        trainer.fit(module, data, ckpt_path=load)
+        if save is not None:
+            trainer.save_checkpoint(save)
+        result = {**seen, "samples": strategy.engine_module.engine.samples}
+        return {**result, "config": vars(module.config)}
+
+
+def plain() -> dict[str, list[float]]:
+    """The same steps by PyTorch's AdamW, without Hexad's layers, engine or schedule."""
+    bert = example()
+    width, heads, length = 16, 4, 12
+
+    def drawn(seed: int, *shapes: tuple[int, int]) -> list[nn.Parameter]:
+        """What parallel layers draw, in their order."""
+        torch.manual_seed(seed)
+        values = [nn.init.normal_(torch.empty(shape, dtype=torch.float32), std=0.02) for shape in shapes]
+        return [nn.Parameter(value.double()) for value in values]
+
+    words, places = drawn(1000, (bert.VOCAB, width), (length, width))
+    (head,) = drawn(2000, (bert.VOCAB, width))
+    shapes = (3 * width, width), (width, width), (4 * width, width), (width, 4 * width)
+    layers = [(drawn(n, *shapes), [nn.Parameter(torch.zeros(s[0]).double()) for s in shapes]) for n in range(4)]
+    norms = [nn.LayerNorm(width).double() for _ in range(9)]
+    head_bias = nn.Parameter(torch.zeros(bert.VOCAB).double())
+
+    def losses(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x = words[batch["tokens"]] + places
+        for n, ((qkv, proj, up, down), (b1, b2, b3, b4)) in enumerate(layers):
+            y = nn.functional.linear(norms[2 * n](x), qkv, b1).unflatten(2, (heads, 3, width // heads))
+            query, key, value = y.permute(3, 0, 2, 1, 4)
+            scores = (query @ key.mT / (width // heads) ** 0.5).softmax(-1) @ value
+            x = x + nn.functional.linear(scores.transpose(1, 2).flatten(2), proj, b2)
+            x = x + nn.functional.linear(
+                nn.functional.gelu(nn.functional.linear(norms[2 * n + 1](x), up, b3)), down, b4
+            )
+        logits = nn.functional.linear(norms[8](x), head, head_bias)
+        token = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        mask = batch["loss_mask"].flatten().double()
+        return (token * mask).sum(), mask.sum()
+
+    def batch_of(numbers: range) -> dict[str, torch.Tensor]:
+        return torch.utils.data.default_collate([data[n] for n in numbers])
+
+    data = bert.MaskedText(length, 0.0, 0.9)
+    matrices = [words, places, head, *(w for ws, _ in layers for w in ws)]
+    vectors = [head_bias, *(b for _, bs in layers for b in bs), *(p for norm in norms for p in norm.parameters())]
+    update = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=0.01
+    )
+    result: dict[str, list[float]] = {"losses": [], "norms": []}
+    # NeMo's cosine with one step of warm-up: a half, the whole, then down to the least in 3 steps.
+    for step, rate in enumerate((0.005, 0.01, 0.00775, 0.00325)):
+        for group in update.param_groups:
+            group["lr"] = rate
+        update.zero_grad()
+        parts = [losses(batch_of(range(n, n + MICRO))) for n in range(step * GLOBAL, (step + 1) * GLOBAL, MICRO)]
+        # What is trained is the mean of microbatches' means, what is logged the mean of all tokens.
+        torch.stack([total / count.clamp(min=1) for total, count in parts]).mean().backward()
+        loss = sum(total.detach() for total, _ in parts) / sum(count for _, count in parts)
+        result["norms"].append(float(nn.utils.clip_grad_norm_(matrices + vectors, 1.0)))
+        result["losses"].append(float(loss))
+        update.step()
+    return result

@@ -1,0 +1,62 @@
+"""LightningModules with NeMo's hooks: any layout computes what one process and a plain loop do."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...pool import Pool, RankError
+from . import hooked
+from .hooked import fitted, plain
+
+pytest.importorskip("lightning")
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "data, zero 2": (2, {"zero": 2}),
+    "tensor": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pipeline": (2, {"pipeline_model_parallel_size": 2, "zero": 3}),
+    "virtual stages": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "V": (2, {"pipeline_model_parallel_size": 2, "schedule": "zb_h1"}),
+    "tensor and pipeline": (
+        4,
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero": 1},
+    ),
+    "data, tensor and pipeline": (
+        8,
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "zero": 1,
+        },
+    ),
+}
+EVERY_TIME = ("virtual stages", "data, tensor and pipeline")
+COMPARED = ("losses", "norms", "val")
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Any]:
+    """The numbers of one process."""
+    return pool.run(1, fitted, {})[0]
+
+
+def test_one_process_computes_what_a_plain_loop_does(pool: Pool, alone: dict[str, Any]) -> None:
+    expected = pool.run(1, plain)[0]
+    for name in ("losses", "norms"):
+        assert alone[name] == pytest.approx(expected[name], rel=1e-9)
+    assert alone["rates"] == pytest.approx([0.005, 0.01, 0.00775, 0.00325])
+    assert alone["samples"] == hooked.STEPS * hooked.GLOBAL
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=() if n in EVERY_TIME else pytest.mark.slow) for n in LAYOUTS]
+)
+def test_any_layout(pool: Pool, alone: dict[str, Any], layout: str) -> None:
+    ranks, given = LAYOUTS[layout]
+    for found in pool.run(ranks, fitted, given):
+        for name in COMPARED:
+            assert found[name] == pytest.approx(alone[name], rel=1e-9), name
+        assert found["rates"] == alone["rates"]
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            assert found["config"][name] == given.get(name, 1)

@@ -210,23 +210,16 @@ def export_command(
     Adapters (model.lora) are merged with the model that they were trained on, unless --adapter is given.
     """
     from hexad.checkpoint.directory import find_checkpoint
-    from hexad.checkpoint.hugging_face.exporting import export_adapters, export_model, saved_config
+    from hexad.checkpoint.hugging_face.exporting import export_adapters, export_checkpoint
     from hexad.checkpoint.hugging_face.files import parse_size
-    from hexad.checkpoint.kept_tokenizer import model_files
-    from hexad.checkpoint.merged import opened_weights
-    from hexad.checkpoint.reader import Checkpoint
 
     if adapter and base is not None:
         raise HexadError("--base: found it with --adapter, which writes the adapters alone; leave out one")
     limit, path, to = parse_size(shard_size, "--shard-size"), find_checkpoint(source), Path(target)
-    with Checkpoint(path) as opened:
-        config = saved_config(opened)
-        if adapter:
-            exported = export_adapters(opened, config, to, dtype)
-        else:
-            with opened_weights(opened, config, base) as weights:
-                beside = model_files(str(path), config.data.tokenizer)
-                exported = export_model(weights, config, to, dtype, limit, _end_of_document(config), beside)
+    if adapter:
+        exported = export_adapters(path, to, dtype)
+    else:
+        exported = export_checkpoint(path, to, dtype, limit, base)
     where = Path(target).resolve()
     answer(
         as_json,
@@ -235,13 +228,3 @@ def export_command(
         f"{counted(len(exported.files), 'file')} of weights, from {path}",
         *(f"note: {note}" for note in exported.notes),
     )
-
-
-def _end_of_document(config: Config) -> int | None:
-    """The id of the tokenizer's end-of-document token, if the tokenizer still exists."""
-    from hexad.dataset.text.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(config.data.tokenizer).eod
-    except HexadError:
-        return None  # the export reports that there is none

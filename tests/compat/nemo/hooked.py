@@ -92,7 +92,9 @@ def plain() -> dict[str, list[float]]:
     words, places = drawn(1000, (bert.VOCAB, width), (length, width))
     (head,) = drawn(2000, (bert.VOCAB, width))
     shapes = (3 * width, width), (width, width), (4 * width, width), (width, 4 * width)
-    layers = [(drawn(n, *shapes), [nn.Parameter(torch.zeros(s[0]).double()) for s in shapes]) for n in range(4)]
+    layers = [
+        (drawn(n, *shapes), [nn.Parameter(torch.zeros(s[0]).double()) for s in shapes]) for n in range(4)
+    ]
     norms = [nn.LayerNorm(width).double() for _ in range(9)]
     head_bias = nn.Parameter(torch.zeros(bert.VOCAB).double())
 
@@ -116,7 +118,11 @@ def plain() -> dict[str, list[float]]:
 
     data = bert.MaskedText(length, 0.0, 0.9)
     matrices = [words, places, head, *(w for ws, _ in layers for w in ws)]
-    vectors = [head_bias, *(b for _, bs in layers for b in bs), *(p for norm in norms for p in norm.parameters())]
+    vectors = [
+        head_bias,
+        *(b for _, bs in layers for b in bs),
+        *(p for norm in norms for p in norm.parameters()),
+    ]
     update = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=0.01
     )
@@ -126,7 +132,9 @@ def plain() -> dict[str, list[float]]:
         for group in update.param_groups:
             group["lr"] = rate
         update.zero_grad()
-        parts = [losses(batch_of(range(n, n + MICRO))) for n in range(step * GLOBAL, (step + 1) * GLOBAL, MICRO)]
+        parts = [
+            losses(batch_of(range(n, n + MICRO))) for n in range(step * GLOBAL, (step + 1) * GLOBAL, MICRO)
+        ]
         # What is trained is the mean of microbatches' means, what is logged the mean of all tokens.
         torch.stack([total / count.clamp(min=1) for total, count in parts]).mean().backward()
         loss = sum(total.detach() for total, _ in parts) / sum(count for _, count in parts)

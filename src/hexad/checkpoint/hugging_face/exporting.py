@@ -13,6 +13,7 @@ from torch import Tensor
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.dataset.files import write_durably
+from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import build_config
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
@@ -21,8 +22,8 @@ from hexad.model.pretrained import HUGGING_FACE
 from hexad.model.transformer import DTYPES
 
 from ..base import Base
-from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint, write_files
-from ..merged import Weights
+from ..kept_tokenizer import copied_files, model_files, tokenizer_of_checkpoint, write_files
+from ..merged import Weights, opened_weights
 from ..reader import Checkpoint
 from ..tensor_file import Entry, TensorFileWriter, dtype_name
 from .files import GENERATION_FILE, appearing, has_tokenizer, other_settings, special_tokens, write_json
@@ -72,6 +73,35 @@ def saved_config(checkpoint: Checkpoint) -> Config:
     tree["data"] = {**tree.get("data", {}), "tokenizer": tokenizer_of_checkpoint(checkpoint.path, tree)}
     tree["model"] = {name: value for name, value in tree["model"].items() if name != "load"}
     return build_config(tree)
+
+
+def export_checkpoint(
+    path: Path, to: Path, dtype: str = "auto", shard_bytes: int = 5 * 10**9, base: str | None = None
+) -> Exported:
+    """Write a checkpoint as a Hugging Face model, its adapters merged, with its tokenizer; see
+    :func:`export_model`.
+
+    Args:
+        path: of the checkpoint.
+        to, dtype, shard_bytes: as there.
+        base: of adapters: where the base model is, if it has been moved.
+
+    Raises:
+        HexadError: as there.
+    """
+    with Checkpoint(path) as opened:
+        config = saved_config(opened)
+        with opened_weights(opened, config, base) as weights:
+            beside = model_files(str(path), config.data.tokenizer)
+            return export_model(weights, config, to, dtype, shard_bytes, _end_of_document(config), beside)
+
+
+def _end_of_document(config: Config) -> int | None:
+    """The id of the tokenizer's end-of-document token, if the tokenizer still exists."""
+    try:
+        return load_tokenizer(config.data.tokenizer).eod
+    except HexadError:
+        return None  # the export reports that there is none
 
 
 def export_model(
@@ -216,8 +246,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-def export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str) -> Exported:
-    """Write the adapters of a checkpoint for ``peft.PeftModel.from_pretrained``.
+def export_adapters(path: Path, to: Path, dtype: str) -> Exported:
+    """Write the adapters of the checkpoint at ``path`` for ``peft.PeftModel.from_pretrained``.
 
     Where several of our matrices are one in published files (GPT-2's and Phi-3's query, key and value), their
     adapters become one, of the sum of their ranks: ``A`` one above the other, ``B`` block by block, ``alpha``
@@ -230,6 +260,11 @@ def export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str
         HexadError: the checkpoint has no adapters, or other trained weights besides; or ``to`` is not empty
             or cannot be written.
     """
+    with Checkpoint(path) as opened:
+        return _export_adapters(opened, saved_config(opened), to, dtype)
+
+
+def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str) -> Exported:
     lora, inventory = config.model.lora, ModelInventory(config.model)
     if lora is None:
         raise HexadError(

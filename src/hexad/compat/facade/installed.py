@@ -75,7 +75,7 @@ def install(
     Args:
         package: in place of the system.
         system: the name that scripts import.
-        where: module below the system -> module of the package.
+        where: module below the system -> module of the package; an empty one is the package itself.
         unsupported: names below the system that can be imported -> what to do instead of using them.
         names: names in modules of the system that the package has no module for -> its module with that name.
 
@@ -87,7 +87,7 @@ def install(
     sys.modules[system] = package
     for name, module in where.items():
         parent, path = _parent(package, system, name)
-        target = import_module(f"{package.__name__}.{module}")
+        target = import_module(f"{package.__name__}.{module}") if module else package
         if isinstance(sys.modules.get(path), ModuleType):
             continue
         sys.modules[path] = target

@@ -77,7 +77,7 @@ def _check_trainer(trainer: Trainer, plugin: Precision, module: EngineModule) ->
     """
     name = type(module).__name__
     if isinstance(module, HexadModule):
-        if type(plugin) is not adapted_class(Precision):
+        if type(plugin) is not adapted_class(Precision) and not getattr(plugin, "is_configured", False):
             raise HexadError(
                 f"Trainer: found precision={plugin.precision!r} with a {name}, whose configuration has "
                 "precision.dtype; set that"

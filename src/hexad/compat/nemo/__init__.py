@@ -6,13 +6,16 @@ Import from ``hexad.compat.nemo`` in place of ``nemo.lightning`` and ``nemo.coll
 
 from __future__ import annotations
 
+from . import llm
 from . import optim as lr_scheduler
+from .experiment import AutoResume, ModelCheckpoint, NeMoLogger, RestoreConfig, Trainer
 from .optim import LRSchedulerModule, MegatronOptimizerModule, OptimizerModule
 from .reductions import MaskedTokenLossReduction, MegatronLossReduction
 from .sampler import DataSampler, MegatronDataSampler
 from .strategy import MegatronMixedPrecision, MegatronStrategy
 
 __all__ = [
+    "AutoResume",
     "DataSampler",
     "LRSchedulerModule",
     "MaskedTokenLossReduction",
@@ -21,6 +24,28 @@ __all__ = [
     "MegatronMixedPrecision",
     "MegatronOptimizerModule",
     "MegatronStrategy",
+    "ModelCheckpoint",
+    "NeMoLogger",
     "OptimizerModule",
+    "RestoreConfig",
+    "Trainer",
+    "llm",
     "lr_scheduler",
 ]
+
+
+def install() -> None:
+    """Make ``import nemo`` and ``import megatron`` return Hexad's interfaces in this process; ``docs/nemo.md``
+    lists their modules.
+
+    Raises:
+        HexadError: one of these packages has been imported.
+    """
+    import sys
+
+    from ..facade.installed import install as install_package
+    from ..megatron import install as install_megatron
+    from .installed import UNSUPPORTED, where
+
+    install_megatron()
+    install_package(sys.modules[__name__], "nemo", where(), UNSUPPORTED)

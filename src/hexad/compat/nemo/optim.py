@@ -55,11 +55,10 @@ class LRSchedulerModule:
             warmup = int(self.warmup_ratio * steps)
         # NeMo's step n - 1 with w steps of warm-up has n / (w + 1); a schedule's progress begins with 0 there.
         settings = {"kind": self.kind, "warmup": warmup + 1}
-        return (
-            settings
-            if self.kind == "constant"
-            else {**settings, "min_lr": self.min_lr, "decay_steps": steps + 1}
-        )
+        if self.kind == "constant":
+            return settings
+        # A run may end within its warm-up.
+        return {**settings, "min_lr": self.min_lr, "decay_steps": max(steps, warmup + 1) + 1}
 
 
 class WarmupPolicyScheduler(LRSchedulerModule):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..megatron import parallel_state
+
+
+DataT = TypeVar("DataT")
+ReductionT = TypeVar("ReductionT")
 
 
 class MegatronLossReduction(nn.Module):

@@ -169,13 +169,16 @@ class MegatronStrategy(HexadStrategy):
     def connect(self, model: Any) -> None:
         """Take the trainer's module, and prepare to drive its hooks."""
         super().connect(model)
-        self.named["zero"] = self._zero(model)
-        self.use(self.named)
+        self.shard_as(model)
         if not has_hooks(model) or isinstance(model, EngineModule):
             self._driver = None
         elif self._driver is None or self._driver.user is not model:
             self._driver = HookedModule(model, self._configured)
         _describe(getattr(model, "config", None), self.named)
+
+    def shard_as(self, model: LightningModule) -> None:
+        """Shard what a module's optimizer says."""
+        self.use({**self.named, "zero": self._zero(model)})
 
     def setup_environment(self) -> None:
         """Join the world, and make its groups those of ``parallel_state``."""
@@ -333,9 +336,14 @@ class MegatronMixedPrecision(Precision):
         fp16_initial_loss_scale, fp16_min_loss_scale, fp16_loss_scale_window, fp16_hysteresis: of that.
         others: NeMo 2's, with their defaults or without effect.
 
+    Attributes:
+        is_configured: what it says is in the settings of a module's engine.
+
     Raises:
         HexadError: a format that is not known.
     """
+
+    is_configured = True
 
     def __init__(
         self,

@@ -1,0 +1,372 @@
+"""NeMo 2's configurations of language models, with the sizes of published ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+@dataclass
+class GPTConfig:
+    """A transformer under Megatron-Core's names; the default is GPT-2's kind.
+
+    Attributes:
+        num_layers, hidden_size, num_attention_heads, num_query_groups, kv_channels, ffn_hidden_size: sizes.
+        seq_length, max_position_embeddings: tokens of a sample, and of the longest one.
+        vocab_size: None: the tokenizer's.
+        normalization, activation_func, gated_linear_unit, position_embedding_type, add_bias_linear,
+            add_qkv_bias, qk_layernorm: together those of GPT-2, Llama, Qwen 2 or Qwen 3.
+        share_embeddings_and_output_weights: the head is the embedding.
+        layernorm_epsilon, init_method_std, hidden_dropout, attention_dropout: of the layers.
+        rotary_base, rotary_percent, window_size: of attention; the last (tokens to the left, 0).
+        recompute_granularity, recompute_method, recompute_num_layers, cp_comm_type: of the run.
+        num_moe_experts, mtp_num_layers: None.
+        tensor_model_parallel_size, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size,
+            context_parallel_size, sequence_parallel: those of the strategy, which sets them.
+        others: accepted without effect.
+    """
+
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_attention_heads: int = 0
+    num_query_groups: int | None = None
+    kv_channels: int | None = None
+    ffn_hidden_size: int | None = None
+    seq_length: int = 1024
+    max_position_embeddings: int | None = None
+    vocab_size: int | None = None
+    normalization: str = "LayerNorm"
+    activation_func: Callable[..., Any] = functional.gelu
+    gated_linear_unit: bool = False
+    position_embedding_type: str = "learned_absolute"
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    share_embeddings_and_output_weights: bool = True
+    layernorm_epsilon: float = 1e-5
+    init_method_std: float = 0.02
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    window_size: Sequence[int] | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    cp_comm_type: str | None = None
+    num_moe_experts: int | None = None
+    mtp_num_layers: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    make_vocab_size_divisible_by: int = 128
+    params_dtype: torch.dtype = torch.float32
+    bf16: bool = False
+    fp16: bool = False
+    bias_activation_fusion: bool = False
+    bias_dropout_fusion: bool = False
+    bias_dropout_add_fusion: bool = False
+    masked_softmax_fusion: bool = True
+    persist_layer_norm: bool = False
+    apply_rope_fusion: bool = False
+    cross_entropy_loss_fusion: bool = True
+    cross_entropy_fusion_impl: str = "native"
+    gradient_accumulation_fusion: bool = False
+    attention_softmax_in_fp32: bool = False
+    apply_query_key_layer_scaling: bool = False
+    deallocate_pipeline_outputs: bool = True
+    layernorm_zero_centered_gamma: bool = False
+    use_transformer_engine_full_layer_spec: bool = False
+    enable_cuda_graph: bool = False
+    transformer_layer_spec: Any = None
+    attention_backend: Any = None
+    tp_comm_overlap: bool = False
+
+
+@dataclass
+class GPTConfig126M(GPTConfig):
+    """The 126M model of NeMo's GPT."""
+
+    seq_length: int = 2048
+    num_layers: int = 12
+    hidden_size: int = 768
+    ffn_hidden_size: int | None = 3072
+    num_attention_heads: int = 12
+
+
+@dataclass
+class GPTConfig5B(GPTConfig):
+    """The 5B model of NeMo's GPT."""
+
+    seq_length: int = 2048
+    num_layers: int = 24
+    hidden_size: int = 4096
+    ffn_hidden_size: int | None = 16384
+    num_attention_heads: int = 32
+
+
+@dataclass
+class GPTConfig175B(GPTConfig):
+    """GPT-3 (Brown et al., arXiv 2005.14165)."""
+
+    seq_length: int = 2048
+    num_layers: int = 96
+    hidden_size: int = 12288
+    ffn_hidden_size: int | None = 49152
+    num_attention_heads: int = 96
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    layernorm_zero_centered_gamma: bool = True
+
+
+@dataclass
+class LlamaConfig(GPTConfig):
+    """Llama's kind: RMSNorm, rotary positions, SwiGLU, no biases."""
+
+    normalization: str = "RMSNorm"
+    activation_func: Callable[..., Any] = functional.silu
+    gated_linear_unit: bool = True
+    position_embedding_type: str = "rope"
+    add_bias_linear: bool = False
+    seq_length: int = 4096
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    share_embeddings_and_output_weights: bool = False
+
+
+@dataclass
+class Llama2Config7B(LlamaConfig):
+    """Llama 2 7B."""
+
+    num_layers: int = 32
+    hidden_size: int = 4096
+    num_attention_heads: int = 32
+    num_query_groups: int | None = 32
+    ffn_hidden_size: int | None = 11008
+
+
+@dataclass
+class Llama2Config13B(LlamaConfig):
+    """Llama 2 13B."""
+
+    num_layers: int = 40
+    hidden_size: int = 5120
+    num_attention_heads: int = 40
+    num_query_groups: int | None = 40
+    ffn_hidden_size: int | None = 13824
+
+
+@dataclass
+class Llama2Config70B(LlamaConfig):
+    """Llama 2 70B."""
+
+    num_layers: int = 80
+    hidden_size: int = 8192
+    num_attention_heads: int = 64
+    num_query_groups: int | None = 8
+    ffn_hidden_size: int | None = 28672
+
+
+@dataclass
+class Llama3Config(LlamaConfig):
+    """What sizes of Llama 3 have in common."""
+
+    num_query_groups: int | None = 8
+    init_method_std: float = 0.01
+    rotary_base: float = 500_000
+    seq_length: int = 8192
+
+
+@dataclass
+class Llama3Config8B(Llama3Config):
+    """Llama 3 8B."""
+
+    num_layers: int = 32
+    hidden_size: int = 4096
+    ffn_hidden_size: int | None = 14336
+    num_attention_heads: int = 32
+
+
+@dataclass
+class Llama3Config70B(Llama3Config):
+    """Llama 3 70B."""
+
+    num_layers: int = 80
+    hidden_size: int = 8192
+    ffn_hidden_size: int | None = 28672
+    num_attention_heads: int = 64
+    init_method_std: float = 0.008944
+
+
+@dataclass
+class Llama31Config(Llama3Config):
+    """What sizes of Llama 3.1 have in common: rotary frequencies scaled for longer sequences."""
+
+    scale_factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    old_context_len: int = 8192
+    init_method_std: float = 0.02
+    seq_length: int = 131072
+
+
+@dataclass
+class Llama31Config8B(Llama31Config):
+    """Llama 3.1 8B."""
+
+    num_layers: int = 32
+    hidden_size: int = 4096
+    ffn_hidden_size: int | None = 14336
+    num_attention_heads: int = 32
+
+
+@dataclass
+class Llama31Config70B(Llama31Config):
+    """Llama 3.1 70B."""
+
+    num_layers: int = 80
+    hidden_size: int = 8192
+    ffn_hidden_size: int | None = 28672
+    num_attention_heads: int = 64
+
+
+@dataclass
+class Llama31Config405B(Llama31Config):
+    """Llama 3.1 405B."""
+
+    num_layers: int = 126
+    hidden_size: int = 16384
+    ffn_hidden_size: int | None = 53248
+    num_attention_heads: int = 128
+
+
+@dataclass
+class Llama32Config1B(Llama31Config):
+    """Llama 3.2 1B."""
+
+    scale_factor: float = 32.0
+    share_embeddings_and_output_weights: bool = True
+    num_layers: int = 16
+    hidden_size: int = 2048
+    ffn_hidden_size: int | None = 8192
+    num_attention_heads: int = 32
+
+
+@dataclass
+class Llama32Config3B(Llama31Config):
+    """Llama 3.2 3B."""
+
+    scale_factor: float = 32.0
+    share_embeddings_and_output_weights: bool = True
+    num_layers: int = 28
+    hidden_size: int = 3072
+    ffn_hidden_size: int | None = 8192
+    num_attention_heads: int = 24
+
+
+@dataclass
+class MistralConfig7B(LlamaConfig):
+    """Mistral 7B."""
+
+    num_layers: int = 32
+    hidden_size: int = 4096
+    num_attention_heads: int = 32
+    num_query_groups: int | None = 8
+    ffn_hidden_size: int | None = 14336
+    seq_length: int = 32768
+    window_size: Sequence[int] | None = (4096, 0)
+    cp_comm_type: str | None = "a2a"
+
+
+@dataclass
+class Qwen2Config(LlamaConfig):
+    """What sizes of Qwen 2 have in common."""
+
+    add_qkv_bias: bool = True
+    vocab_size: int | None = 151936
+    layernorm_epsilon: float = 1e-6
+    rotary_base: float = 1_000_000
+
+
+@dataclass
+class Qwen2Config500M(Qwen2Config):
+    """Qwen 2 0.5B."""
+
+    num_layers: int = 24
+    hidden_size: int = 896
+    num_attention_heads: int = 14
+    num_query_groups: int | None = 2
+    ffn_hidden_size: int | None = 4864
+
+
+@dataclass
+class Qwen2Config7B(Qwen2Config):
+    """Qwen 2 7B."""
+
+    num_layers: int = 28
+    hidden_size: int = 3584
+    num_attention_heads: int = 28
+    num_query_groups: int | None = 4
+    ffn_hidden_size: int | None = 18944
+    vocab_size: int | None = 152064
+
+
+@dataclass
+class Qwen2Config72B(Qwen2Config):
+    """Qwen 2 72B."""
+
+    num_layers: int = 80
+    hidden_size: int = 8192
+    num_attention_heads: int = 64
+    num_query_groups: int | None = 8
+    ffn_hidden_size: int | None = 29568
+    vocab_size: int | None = 152064
+    layernorm_epsilon: float = 1e-5
+
+
+@dataclass
+class Qwen3Config(Qwen2Config):
+    """What dense sizes of Qwen 3 have in common."""
+
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = True
+    kv_channels: int | None = 128
+    num_query_groups: int | None = 8
+    max_position_embeddings: int | None = 40960
+
+
+@dataclass
+class Qwen3Config600M(Qwen3Config):
+    """Qwen 3 0.6B."""
+
+    num_layers: int = 28
+    hidden_size: int = 1024
+    num_attention_heads: int = 16
+    ffn_hidden_size: int | None = 3072
+    share_embeddings_and_output_weights: bool = True
+
+
+@dataclass
+class Qwen3Config8B(Qwen3Config):
+    """Qwen 3 8B."""
+
+    num_layers: int = 36
+    hidden_size: int = 4096
+    num_attention_heads: int = 32
+    ffn_hidden_size: int | None = 12288
+
+
+@dataclass
+class Qwen3Config32B(Qwen3Config):
+    """Qwen 3 32B."""
+
+    num_layers: int = 64
+    hidden_size: int = 5120
+    num_attention_heads: int = 64
+    ffn_hidden_size: int | None = 25600

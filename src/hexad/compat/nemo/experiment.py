@@ -1,0 +1,228 @@
+"""NeMo 2's experiments: the trainer, where it logs and saves, and what it resumes from."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+
+from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.config import HexadError
+
+from .models import GPTModel
+from .recipe import configure, weights_of
+
+
+class Trainer(pl.Trainer):
+    """Lightning's trainer, which gives a language model the settings of its recipe."""
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        **others: Any,
+    ) -> None:
+        """As ``lightning.pytorch.Trainer.fit``; ``train_dataloaders`` may be the data module too."""
+        data = self._data(model, train_dataloaders, datamodule)
+        if configure(self, model, data):
+            train_dataloaders = val_dataloaders = datamodule = None
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, **others)
+
+    def validate(
+        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, **others: Any
+    ) -> Any:
+        """As ``lightning.pytorch.Trainer.validate``; ``dataloaders`` may be the data module too."""
+        if model is not None and configure(self, model, self._data(model, dataloaders, datamodule)):
+            dataloaders = datamodule = None
+        if isinstance(dataloaders, pl.LightningDataModule):
+            dataloaders, datamodule = None, dataloaders
+        return super().validate(model, dataloaders, datamodule=datamodule, **others)
+
+    def _data(self, model: Any, *given: Any) -> Any:
+        return next((one for one in given if isinstance(one, pl.LightningDataModule)), None)
+
+
+class ModelCheckpoint(LightningCheckpoint):
+    """Lightning's, with NeMo 2's defaults: the best three by ``val_loss``, and the last.
+
+    Args:
+        given: those of ``lightning.pytorch.callbacks.ModelCheckpoint``.
+        save_optim_on_train_end, always_save_context, save_context_on_train_end, async_save,
+            try_restore_best_ckpt: accepted without effect: checkpoints are complete.
+    """
+
+    def __init__(
+        self,
+        monitor: str | None = "val_loss",
+        verbose: bool = True,
+        save_last: Any = True,
+        save_top_k: int = 3,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        save_on_train_epoch_end: bool | None = False,
+        save_optim_on_train_end: bool | None = False,
+        always_save_context: bool = True,
+        save_context_on_train_end: bool = True,
+        async_save: bool = False,
+        try_restore_best_ckpt: bool = True,
+        **given: Any,
+    ) -> None:
+        super().__init__(
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            **given,
+        )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last step, if ``save_last`` says so and it has not been saved."""
+        super().on_train_end(trainer, pl_module)
+        if self.save_last and trainer.global_step and self._last_global_step_saved != trainer.global_step:
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+
+@dataclass
+class NeMoLogger:
+    """Where an experiment is logged and saved: ``log_dir/name/version``.
+
+    Attributes:
+        name, log_dir, version: of its directory; ``log_dir`` is ``nemo_experiments`` by default, a version the
+            time of the start, and none for a run that resumes.
+        explicit_log_dir: in place of these.
+        use_datetime_version: False for no version by the time.
+        ckpt: saves checkpoints, into ``checkpoints`` of the directory.
+        tensorboard, wandb, extra_loggers: the trainer's loggers.
+        update_logger_directory: let ``tensorboard`` write into the directory.
+        log_local_rank_0_only, log_global_rank_0_only, files_to_copy: accepted without effect.
+    """
+
+    name: str = "default"
+    log_dir: str | None = None
+    explicit_log_dir: str | None = None
+    version: str | None = None
+    use_datetime_version: bool = True
+    log_local_rank_0_only: bool = False
+    log_global_rank_0_only: bool = False
+    files_to_copy: list[str] | None = None
+    update_logger_directory: bool = True
+    ckpt: LightningCheckpoint | None = None
+    tensorboard: TensorBoardLogger | None = None
+    wandb: WandbLogger | None = None
+    extra_loggers: list[Logger] = field(default_factory=list)
+
+    def setup(self, trainer: pl.Trainer, resume_if_exists: bool = False) -> SimpleNamespace:
+        """Give a trainer its loggers and directory; returns ``log_dir`` and ``exp_dir``."""
+        base = Path(self.explicit_log_dir or self.log_dir or "nemo_experiments")
+        version = self.version or os.environ.get("NEMO_EXPM_VERSION")
+        if version is None and self.use_datetime_version and not resume_if_exists:
+            # torchrun's ranks, which have one name, need the same.
+            version = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+            version = time.strftime("%Y-%m-%d_%H-%M-%S") if version in ("none", "") else version
+            os.environ["NEMO_EXPM_VERSION"] = version  # of processes that this one starts
+        directory = base if self.explicit_log_dir else base / self.name / (version or "")
+        trainer._default_root_dir = str(directory)  # type: ignore[attr-defined]
+        self._set_loggers(trainer, base, version or "")
+        self._set_checkpoint(trainer, directory)
+        return SimpleNamespace(log_dir=directory, exp_dir=base, name=self.name, version=version)
+
+    def _set_loggers(self, trainer: pl.Trainer, base: Path, version: str) -> None:
+        tensorboard = self.tensorboard
+        if tensorboard is not None and self.update_logger_directory:
+            tensorboard = TensorBoardLogger(str(base / "tb_logs"), name=self.name, version=version)
+        loggers = [one for one in (tensorboard, self.wandb, *self.extra_loggers) if one is not None]
+        if loggers:
+            trainer.loggers = loggers
+
+    def _set_checkpoint(self, trainer: pl.Trainer, directory: Path) -> None:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        if self.ckpt is not None:
+            callbacks[:] = [one for one in callbacks if not isinstance(one, LightningCheckpoint)] + [
+                self.ckpt
+            ]
+        for callback in callbacks:
+            if isinstance(callback, LightningCheckpoint):
+                callback.dirpath = str(callback.dirpath or directory / "checkpoints")
+                if callback.filename is None:
+                    monitored = f"{{{callback.monitor}:.4f}}-" if callback.monitor else ""
+                    callback.filename = f"{self.name}--{monitored}{{step}}-{{consumed_samples}}"
+
+
+@dataclass
+class RestoreConfig:
+    """Where weights come from that a run begins with.
+
+    Attributes:
+        path: a checkpoint, or a model's directory in Hugging Face's format; ``hf://ORG/NAME`` for one of the
+            hub, ``nemo://NAME`` for one that ``llm.import_ckpt`` has written.
+        load_model_state, load_optim_state, load_artifacts: accepted without effect: weights are loaded.
+        adapter_path: None.
+    """
+
+    path: str
+    load_model_state: bool = True
+    load_optim_state: bool = False
+    load_artifacts: bool = True
+    adapter_path: str | None = None
+
+
+@dataclass(kw_only=True)
+class AutoResume:
+    """What a run begins with: its own last checkpoint, another one, or weights.
+
+    Attributes:
+        restore_config: weights to begin with, where there is no checkpoint to resume.
+        resume_from_path: a checkpoint.
+        resume_from_directory: in place of the experiment's ``checkpoints``.
+        resume_if_exists: resume the last checkpoint of the experiment.
+        resume_past_end: accepted without effect: a run that is complete ends at once.
+        resume_ignore_no_checkpoint: begin anew where there is none; otherwise that is an error.
+    """
+
+    restore_config: RestoreConfig | None = None
+    resume_from_directory: str | None = None
+    resume_from_path: str | None = None
+    resume_if_exists: bool = False
+    resume_past_end: bool = False
+    resume_ignore_no_checkpoint: bool = False
+
+    def setup(self, trainer: pl.Trainer, model: Any = None) -> None:
+        """Give trainer and model what is to be loaded.
+
+        Raises:
+            HexadError: there is none, or weights for a model that cannot load them.
+        """
+        path = self.resume_from_path or (self._last(trainer) if self.resume_if_exists else None)
+        if path is not None:
+            trainer.ckpt_path = str(path)
+        elif self.restore_config is not None:
+            if not isinstance(model, GPTModel):
+                raise HexadError(
+                    f"restore_config: found with a {type(model).__name__}; load its weights in configure_model"
+                )
+            model.weights = weights_of(self.restore_config.path)
+        elif self.resume_if_exists and not self.resume_ignore_no_checkpoint:
+            raise HexadError(
+                f"AutoResume: found no checkpoint in {self._directory(trainer)}; set "
+                "resume_ignore_no_checkpoint=True to begin anew"
+            )
+
+    def _directory(self, trainer: pl.Trainer) -> Path:
+        return Path(self.resume_from_directory or Path(trainer.default_root_dir) / "checkpoints")
+
+    def _last(self, trainer: pl.Trainer) -> Path | None:
+        """The newest complete checkpoint."""
+        found = [path for path in self._directory(trainer).glob("*") if (path / "manifest.json").is_file()]
+        return max(found, key=lambda path: (path / "manifest.json").stat().st_mtime, default=None)

@@ -1,0 +1,247 @@
+"""A recipe's objects as Hexad's settings: what a ``run.yaml`` would say."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+from hexad.config import ConfigError, HexadError
+from hexad.model.configuration import load_config
+
+from ..megatron.arguments import derive, parse
+from ..megatron.translate import LineTranslation, translated
+from .configs import GPTConfig, Llama31Config
+from .data import TextDataModule
+from .models import GPTModel, activation
+from .optim import MegatronOptimizerModule
+from .strategy import MegatronMixedPrecision, MegatronStrategy
+
+_SAME = """
+num_layers hidden_size num_attention_heads kv_channels ffn_hidden_size normalization position_embedding_type
+add_bias_linear add_qkv_bias qk_layernorm init_method_std hidden_dropout attention_dropout rotary_base
+rotary_percent recompute_granularity recompute_method recompute_num_layers
+""".split()
+"""Fields of ``GPTConfig`` that attributes of Megatron-LM's flags are called like."""
+_WORDS = {
+    "--swiglu": "gated_linear_unit",
+    "--disable-bias-linear": "add_bias_linear=False",
+    "--norm-epsilon": "layernorm_epsilon",
+    "--untie-embeddings-and-output-weights": "share_embeddings_and_output_weights=False",
+    "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+    "--data-path": "paths",
+}
+"""Flags of Megatron-LM -> words of NeMo's where they differ."""
+_GPT2_IDS = 50257
+
+
+def configure(trainer: Trainer, model: LightningModule, data: LightningDataModule | None) -> bool:
+    """Give a language model the settings of its recipe; whether there is one, whose data Hexad's loader reads.
+
+    Raises:
+        HexadError: values that are not supported, or do not fit.
+    """
+    if not isinstance(model, GPTModel):
+        return False
+    if not isinstance(trainer.strategy, MegatronStrategy):
+        raise HexadError(
+            f"Trainer: found strategy {type(trainer.strategy).__name__} with a {type(model).__name__}; use "
+            "MegatronStrategy"
+        )
+    if data is None and model.engine is not None:
+        return True
+    if not isinstance(data, TextDataModule):
+        raise HexadError(
+            f"data: found {type(data).__name__} with a {type(model).__name__}; use llm.PreTrainingDataModule, "
+            "MockDataModule, FineTuningDataModule or ChatDataModule; for other data override "
+            "HexadModule.train_dataloader"
+        )
+    trainer.strategy.shard_as(model)
+    directory = str(trainer.default_root_dir)
+    try:
+        translation, tree = recipe_settings(trainer, model, data, directory)
+        model.config = load_config(tree)
+    except ConfigError as error:
+        raise HexadError(_in_words(str(error))) from None
+    tokenizer = tree["data"]["tokenizer"]
+    model.files = [translation.write_files, *data.files(directory, tokenizer)]
+    return True
+
+
+def recipe_settings(
+    trainer: Trainer, model: GPTModel, data: TextDataModule, directory: str
+) -> tuple[LineTranslation, dict[str, Any]]:
+    """A recipe as the groups of a ``run.yaml``, by way of the launch line of Megatron-LM that says the same.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        HexadError: values that are not supported.
+    """
+    strategy: Any = trainer.strategy
+    line = parse([])
+    arguments, steps = line.arguments, trainer.max_steps
+    if steps < 1:
+        raise HexadError(f"Trainer: found max_steps={steps}; name the steps of the run")
+    _model(arguments, model.architecture)
+    _data(arguments, model, data)
+    degrees = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+    degrees |= {"context": "context_parallel_size", "sequence": "sequence_parallel"}
+    named = strategy.named
+    vars(arguments).update({name: named[axis] for axis, name in degrees.items()}, **strategy.flags)
+    arguments.num_virtual_stages_per_pipeline_rank = (
+        named["virtual_stages"] if named["virtual_stages"] > 1 else None
+    )
+    seed = int(os.environ.get("PL_GLOBAL_SEED", data.flags.get("seed", 1234)))
+    vars(arguments).update(save=directory, train_iters=steps, lr=1.0, seed=seed)
+    derive(arguments, trainer.world_size)
+    translation = translated(line, script=isinstance(data, TextDataModule) and not _named(arguments))
+    tree = translation.tree
+    tree["parallel"] |= named
+    tree["batch"] = data.data_sampler.settings
+    tree["precision"] = _precision(trainer)
+    tree["data"] |= data.settings(directory, tree["data"]["tokenizer"])
+    tree["checkpoint"] = {"asynchronous": False}
+    tree["log"] = {"every": max(1, int(trainer.log_every_n_steps))}  # type: ignore[attr-defined]
+    if isinstance(trainer.limit_val_batches, int) and trainer.limit_val_batches:
+        tree["validate"] = {"batches": trainer.limit_val_batches}
+    else:
+        tree.pop("validate", None)
+    if not isinstance(model.optim, MegatronOptimizerModule):
+        raise HexadError(
+            f"optim: found {type(model.optim).__name__}, expected a MegatronOptimizerModule; for another, override "
+            "configure_optimizers of the model"
+        )
+    tree |= model.optim.settings(steps)
+    _weights(tree, model)
+    return translation, tree
+
+
+def _model(arguments: Namespace, config: GPTConfig) -> None:
+    """Set the flags of the architecture.
+
+    Raises:
+        HexadError: one that no family has.
+    """
+    for name in ("num_moe_experts", "mtp_num_layers"):
+        if getattr(config, name) is not None:
+            raise HexadError(
+                f"GPTConfig.{name}: found {getattr(config, name)}; it is not supported yet: use None"
+            )
+    vars(arguments).update({name: getattr(config, name) for name in _SAME})
+    arguments.swiglu = activation(config) == "silu"
+    arguments.norm_epsilon = config.layernorm_epsilon
+    arguments.untie_embeddings_and_output_weights = not config.share_embeddings_and_output_weights
+    arguments.max_position_embeddings = config.max_position_embeddings or config.seq_length
+    arguments.group_query_attention = config.num_query_groups is not None
+    arguments.num_query_groups = config.num_query_groups
+    if config.window_size is not None:
+        arguments.window_size = ",".join(map(str, config.window_size))
+    if config.cp_comm_type is not None:
+        arguments.cp_comm_type = [config.cp_comm_type]
+
+
+def _data(arguments: Namespace, model: GPTModel, data: TextDataModule) -> None:
+    """Set the flags of data and tokenizer.
+
+    Raises:
+        HexadError: lengths that differ, or no tokenizer.
+    """
+    config, tokenizer = model.architecture, data.tokenizer or model.tokenizer
+    if data.seq_length > config.seq_length:
+        raise HexadError(
+            f"seq_length: found {data.seq_length} in the data and {config.seq_length} in the model's "
+            "configuration; make them equal"
+        )
+    vars(arguments).update(data.flags)
+    arguments.seq_length = data.seq_length
+    sampler = data.data_sampler
+    arguments.micro_batch_size, arguments.global_batch_size = (
+        sampler.micro_batch_size,
+        sampler.global_batch_size,
+    )
+    if tokenizer is not None:
+        vars(arguments).update(tokenizer.flags)
+    elif arguments.mock_data:
+        arguments.vocab_size = (config.vocab_size or _GPT2_IDS) - 1
+    else:
+        raise HexadError(
+            "tokenizer: found none; pass one to the data module or the model, such as "
+            "AutoTokenizer('DIR') or get_nmt_tokenizer(...)"
+        )
+
+
+def _named(arguments: Namespace) -> bool:
+    return bool(arguments.mock_data or arguments.data_path or arguments.train_data_path)
+
+
+def _precision(trainer: Trainer) -> dict[str, Any]:
+    """The group ``precision``."""
+    plugin = trainer.precision_plugin
+    if isinstance(plugin, MegatronMixedPrecision):
+        return plugin.settings()
+    if trainer.precision != "32-true":
+        raise HexadError(
+            f"Trainer: found precision={trainer.precision!r}; pass plugins=MegatronMixedPrecision(...)"
+        )
+    return {"dtype": "fp32"}
+
+
+def _weights(tree: dict[str, Any], model: GPTModel) -> None:
+    """Set what the flags do not say of a model, and what its weights begin with."""
+    config, settings = model.architecture, tree["model"]
+    if config.vocab_size is not None:
+        settings["vocab"] = config.vocab_size
+    if model.family is not None:
+        settings["family"] = model.family
+    if isinstance(config, Llama31Config):
+        settings["rope_scaling"] = {
+            "factor": config.scale_factor,
+            "low_freq_factor": config.low_freq_factor,
+            "high_freq_factor": config.high_freq_factor,
+            "original_positions": config.old_context_len,
+        }
+    if model.weights is not None:
+        # The files say what the model is; a recipe's own sizes are those of its class.
+        tree["model"] = {"load": model.weights}
+    if model.model_transform is not None:
+        tree["model"]["lora"] = model.model_transform.settings()
+
+
+def _in_words(text: str) -> str:
+    """A message about flags in NeMo's words."""
+    for flag, word in _WORDS.items():
+        text = text.replace(flag, word)
+    return re.sub(r"--([a-z][a-z0-9-]+)", lambda found: found[1].replace("-", "_"), text)
+
+
+def weights_of(path: str) -> str:
+    """``model.load`` of a path in NeMo's words: ``hf://ORG/NAME``, ``nemo://NAME``, a directory.
+
+    Raises:
+        HexadError: it is a checkpoint of NeMo.
+    """
+    kind, found, name = path.partition("://")
+    if found and kind not in ("hf", "nemo"):
+        raise HexadError(f"path: found {path}; use a directory, hf://ORG/NAME or nemo://NAME")
+    if kind == "hf":
+        return f"hf:{name}"
+    place = models_directory() / name if kind == "nemo" else Path(path)
+    if (place / "weights").is_dir() and (place / "context").is_dir():
+        raise HexadError(
+            f"path: {place} is a checkpoint of NeMo; convert it with 'hexad checkpoint import --from "
+            f"megatron:{place}/weights --to DIR --model run.yaml' and name DIR"
+        )
+    return f"hf:{place}" if (place / "config.json").is_file() else str(place)
+
+
+def models_directory() -> Path:
+    """Where imported models are: ``$NEMO_HOME/models``, by default below the cache of the user."""
+    home = os.environ.get("NEMO_HOME", os.path.join(os.path.expanduser("~"), ".cache", "nemo"))
+    return Path(os.environ.get("NEMO_MODELS_CACHE", os.path.join(home, "models")))

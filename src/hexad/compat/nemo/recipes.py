@@ -1,0 +1,162 @@
+"""What NeMo 2's recipes are made of, for NeMo-Run: configurations of logger, optimizer and precision."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import nemo_run as run
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+
+from hexad.config import HexadError
+
+from ..megatron.settings import OptimizerConfig
+from .callbacks import TimingCallback
+from .data import FineTuningDataModule
+from .experiment import AutoResume, ModelCheckpoint, NeMoLogger, RestoreConfig, Trainer
+from .llm import finetune
+from .optim import CosineAnnealingScheduler, MegatronOptimizerModule
+from .strategy import MegatronMixedPrecision, MegatronStrategy
+
+
+def tensorboard_logger(name: str, save_dir: str = "tb_logs") -> Any:
+    """A TensorBoard logger."""
+    return run.Config(TensorBoardLogger, save_dir=save_dir, name=name)
+
+
+def wandb_logger(project: str, name: str, entity: str | None = None) -> Any:
+    """A Weights & Biases logger."""
+    named = {} if entity is None else {"entity": entity}
+    return run.Config(WandbLogger, project=project, name=name, config={}, **named)
+
+
+def default_log(
+    dir: str | None = None, name: str = "default", tensorboard_logger: Any = None, wandb_logger: Any = None
+) -> Any:
+    """A logger that saves every quarter of an hour."""
+    checkpoints = run.Config(
+        ModelCheckpoint,
+        save_last=True,
+        save_top_k=10,
+        train_time_interval=run.Config(timedelta, minutes=15),
+        filename="{model_name}--{val_loss:.2f}-{step}-{consumed_samples}",
+    )
+    loggers = {"tensorboard": tensorboard_logger, "wandb": wandb_logger}
+    return run.Config(NeMoLogger, ckpt=checkpoints, name=name, log_dir=dir, **loggers)
+
+
+def default_resume(resume_if_exists: bool = True, resume_ignore_no_checkpoint: bool = True) -> Any:
+    """What a run begins with."""
+    return run.Config(
+        AutoResume, resume_if_exists=resume_if_exists, resume_ignore_no_checkpoint=resume_ignore_no_checkpoint
+    )
+
+
+def nemo_resume(model_id: str) -> Any:
+    """What a fine-tuning run begins with: weights that ``llm.import_ckpt`` has written."""
+    return run.Config(AutoResume, restore_config=run.Config(RestoreConfig, path=f"nemo://{model_id}"))
+
+
+def distributed_fused_adam_with_cosine_annealing(
+    precision: str = "bf16-mixed",
+    warmup_steps: int = 2000,
+    constant_steps: int = 0,
+    adam_beta1: float = 0.9,
+    adam_beta2: float = 0.95,
+    max_lr: float = 1e-4,
+    min_lr: float | None = None,
+    clip_grad: float = 1.0,
+) -> Any:
+    """AdamW with a cosine."""
+    config = run.Config(
+        OptimizerConfig,
+        optimizer="adam",
+        lr=max_lr,
+        weight_decay=0.1,
+        bf16=precision == "bf16-mixed",
+        fp16=precision == "16-mixed",
+        adam_beta1=adam_beta1,
+        adam_beta2=adam_beta2,
+        adam_eps=1e-5,
+        use_distributed_optimizer=True,
+        clip_grad=clip_grad,
+    )
+    schedule = run.Config(
+        CosineAnnealingScheduler,
+        warmup_steps=warmup_steps,
+        constant_steps=constant_steps,
+        min_lr=0.1 * max_lr if min_lr is None else min_lr,
+    )
+    return run.Config(MegatronOptimizerModule, config=config, lr_scheduler=schedule)
+
+
+def default_finetune_recipe(
+    model: Any,
+    resume_path: str,
+    dir: str | None = None,
+    name: str = "default",
+    num_nodes: int = 1,
+    num_gpus_per_node: int = 8,
+    packed_sequence: bool = False,
+    tokenizer: Any = "model",
+) -> Any:
+    """A recipe of ``llm.finetune``; set ``recipe.data.dataset_root``, or ``recipe.data``."""
+    strategy = run.Config(
+        MegatronStrategy,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        sequence_parallel=False,
+    )
+    trainer = run.Config(
+        Trainer,
+        accelerator="gpu",
+        accumulate_grad_batches=1,
+        devices=num_gpus_per_node,
+        limit_val_batches=None,
+        log_every_n_steps=1,
+        max_steps=1000,
+        num_nodes=num_nodes,
+        plugins=bf16_mixed(),
+        strategy=strategy,
+        use_distributed_sampler=False,
+        val_check_interval=30,
+        callbacks=[run.Config(TimingCallback)],
+    )
+    return run.Partial(
+        finetune,
+        model=model,
+        trainer=trainer,
+        data=run.Config(FineTuningDataModule, seq_length=2048, global_batch_size=128, micro_batch_size=1),
+        log=default_log(dir, name, tensorboard_logger(name)),
+        optim=distributed_fused_adam_with_cosine_annealing(
+            max_lr=1e-4, min_lr=0, warmup_steps=50, adam_beta2=0.98
+        ),
+        resume=nemo_resume(resume_path),
+        tokenizer=tokenizer,
+    )
+
+
+def bf16_mixed() -> Any:
+    """Products in bf16."""
+    return run.Config(MegatronMixedPrecision, precision="bf16-mixed", grad_reduce_in_fp32=True)
+
+
+def fp16_mixed() -> Any:
+    """Products in fp16."""
+    return run.Config(MegatronMixedPrecision, precision="16-mixed")
+
+
+def bf16_with_fp8_mixed() -> Any:
+    """Products in fp8."""
+    return run.Config(MegatronMixedPrecision, precision="bf16-mixed", fp8="hybrid", fp8_recipe="delayed")
+
+
+def fp16_with_fp8_mixed() -> Any:
+    """Refused: products in fp8 need bf16.
+
+    Raises:
+        HexadError: always.
+    """
+    raise HexadError("fp16_with_fp8_mixed: fp8 needs bf16; use bf16_with_fp8_mixed")

@@ -1,0 +1,126 @@
+"""NeMo 2's tokenizers, as the flags of Megatron-LM that name them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hexad.config import HexadError
+from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
+
+from ..megatron.data import write_gpt2_tokenizer
+
+
+class TokenizerSpec:
+    """A tokenizer, which is loaded where it is used.
+
+    Args:
+        flags: attributes of Megatron-LM's flags that name it.
+    """
+
+    def __init__(self, flags: dict[str, Any]) -> None:
+        self.flags = flags
+
+    @cached_property
+    def backend(self) -> Tokenizer:
+        """Hexad's."""
+        if "vocab_file" not in self.flags:
+            return load_tokenizer(self.flags["tokenizer_model"])
+        with tempfile.TemporaryDirectory() as directory:
+            write_gpt2_tokenizer(directory, self.flags["vocab_file"], self.flags["merge_file"])
+            return load_tokenizer(directory)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids."""
+        return self.backend.vocab_size
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the end of a document; None if there is none."""
+        return self.backend.eod
+
+    eod = eos_id
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """The ids of a text, without special ones."""
+        return self.backend.encode(text)
+
+    def ids_to_text(self, ids: Iterable[int]) -> str:
+        """The text of some ids."""
+        return self.backend.decode(ids)
+
+
+class AutoTokenizer(TokenizerSpec):
+    """One in Hugging Face's format.
+
+    Args:
+        pretrained_model_name: a directory, or a model's name on the hub.
+        others: accepted without effect.
+    """
+
+    def __init__(self, pretrained_model_name: str, **others: Any) -> None:
+        name = str(pretrained_model_name)
+        known = Path(name).exists() or name == "byte" or name.startswith("hf:")
+        super().__init__(
+            {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": name if known else f"hf:{name}"}
+        )
+
+
+class SentencePieceTokenizer(TokenizerSpec):
+    """A SentencePiece model.
+
+    Args:
+        model_path: of its file.
+        others: accepted without effect.
+    """
+
+    def __init__(self, model_path: str, **others: Any) -> None:
+        super().__init__({"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(model_path)})
+
+
+def get_nmt_tokenizer(
+    library: str = "sentencepiece",
+    model_name: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_file: str | None = None,
+    merges_file: str | None = None,
+    **others: Any,
+) -> TokenizerSpec:
+    """A tokenizer by its library: ``sentencepiece``, ``huggingface``, or ``megatron`` for GPT-2's.
+
+    Args:
+        library: as above.
+        model_name: with ``huggingface``; ``GPT2BPETokenizer`` with ``megatron``.
+        tokenizer_model: file of ``sentencepiece``.
+        vocab_file, merges_file: of GPT-2's.
+        others: accepted without effect.
+
+    Raises:
+        HexadError: another library, or no file.
+    """
+    if library == "huggingface" and model_name:
+        return AutoTokenizer(model_name)
+    if library == "sentencepiece" and tokenizer_model:
+        return SentencePieceTokenizer(tokenizer_model)
+    if library == "megatron" and model_name == "GPT2BPETokenizer" and vocab_file and merges_file:
+        flags = {"tokenizer_type": model_name, "vocab_file": vocab_file, "merge_file": merges_file}
+        return TokenizerSpec(flags)
+    raise HexadError(
+        f"get_nmt_tokenizer: found library={library!r}, model_name={model_name!r} and no files; use sentencepiece "
+        "with tokenizer_model, huggingface with model_name, or megatron with GPT2BPETokenizer, vocab_file and "
+        "merges_file"
+    )
+
+
+def get_tokenizer(tokenizer_name: str, tokenizer_model: str | None = None, **others: Any) -> TokenizerSpec:
+    """A tokenizer by the name of a model or directory; ``sentencepiece`` with ``tokenizer_model``."""
+    if tokenizer_name == "sentencepiece":
+        return get_nmt_tokenizer("sentencepiece", tokenizer_model=tokenizer_model)
+    if tokenizer_name.startswith("megatron"):
+        names = {"vocab_file": others.get("vocab_file"), "merges_file": others.get("merges_file")}
+        return get_nmt_tokenizer("megatron", "GPT2BPETokenizer", **names)
+    return AutoTokenizer(tokenizer_name)

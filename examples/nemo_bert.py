@@ -1,4 +1,4 @@
-"""A BERT-like encoder with NeMo 2's hooks, as BioNeMo's modules have them, on data, tensor and pipeline ranks.
+"""A BERT-like encoder with NeMo 2's hooks, as BioNeMo's modules have, on data, tensor and pipeline ranks.
 
     torchrun --nproc-per-node 4 examples/nemo_bert.py --tensor 2 --pipeline 2 --steps 40
 

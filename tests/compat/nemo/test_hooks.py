@@ -1,11 +1,10 @@
 """LightningModules with NeMo's hooks: any layout computes what one process and a plain loop do."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ...pool import Pool, RankError
+from ...pool import Pool
 from . import hooked
 from .hooked import fitted, plain
 

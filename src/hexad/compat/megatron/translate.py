@@ -272,9 +272,9 @@ class LineTranslation:
     notes: tuple[str, ...]
     files: Files
 
-    def yaml(self) -> str:
-        """The ``run.yaml``, with the notes as comments."""
-        head = ["Translated from a launch line of Megatron-LM by hexad megatron.", *self.notes]
+    def yaml(self, source: str = "a launch line of Megatron-LM by hexad megatron") -> str:
+        """The ``run.yaml``, with the notes as comments; ``source``: what it is translated from."""
+        head = [f"Translated from {source}.", *self.notes]
         lines = [f"# {line}" for line in head]
         for group, settings in self.tree.items():
             lines += ["", f"{group}:", *(f"  {name}: {_flow(value)}" for name, value in settings.items())]

@@ -6,7 +6,7 @@ Import from ``hexad.compat.nemo`` in place of ``nemo.lightning`` and ``nemo.coll
 
 from __future__ import annotations
 
-from . import llm
+from . import llm, tokenizers
 from . import optim as lr_scheduler
 from .experiment import AutoResume, ModelCheckpoint, NeMoLogger, RestoreConfig, Trainer
 from .optim import LRSchedulerModule, MegatronOptimizerModule, OptimizerModule
@@ -29,14 +29,15 @@ __all__ = [
     "OptimizerModule",
     "RestoreConfig",
     "Trainer",
+    "install",
     "llm",
     "lr_scheduler",
+    "tokenizers",
 ]
 
 
 def install() -> None:
-    """Make ``import nemo`` and ``import megatron`` return Hexad's interfaces in this process; ``docs/nemo.md``
-    lists their modules.
+    """Make ``import nemo`` and ``import megatron`` return Hexad's interfaces in this process.
 
     Raises:
         HexadError: one of these packages has been imported.

@@ -129,7 +129,7 @@ class PreTrainingDataModule(TextDataModule):
             output_log=output_log,
         )
         if isinstance(paths, Mapping):
-            flags = {
+            flags: dict[str, Any] = {
                 "train_data_path": _words(paths["train"]),
                 "valid_data_path": _words(paths["validation"]),
             }
@@ -200,7 +200,7 @@ class FineTuningDataModule(TextDataModule):
         dataset_kwargs: None.
     """
 
-    _keys = ("input", "output")
+    _keys: tuple[str, ...] = ("input", "output")
 
     def __init__(
         self,

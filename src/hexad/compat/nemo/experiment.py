@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.config import HexadError
 
 from .models import GPTModel
@@ -29,26 +28,33 @@ class Trainer(pl.Trainer):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: Any = None,
-        **others: Any,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
     ) -> None:
         """As ``lightning.pytorch.Trainer.fit``; ``train_dataloaders`` may be the data module too."""
-        data = self._data(model, train_dataloaders, datamodule)
-        if configure(self, model, data):
+        if configure(self, model, _data_module(train_dataloaders, datamodule)):
             train_dataloaders = val_dataloaders = datamodule = None
-        super().fit(model, train_dataloaders, val_dataloaders, datamodule, **others)
+        super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
 
     def validate(
-        self, model: Any = None, dataloaders: Any = None, datamodule: Any = None, **others: Any
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> Any:
         """As ``lightning.pytorch.Trainer.validate``; ``dataloaders`` may be the data module too."""
-        if model is not None and configure(self, model, self._data(model, dataloaders, datamodule)):
+        if model is not None and configure(self, model, _data_module(dataloaders, datamodule)):
             dataloaders = datamodule = None
         if isinstance(dataloaders, pl.LightningDataModule):
             dataloaders, datamodule = None, dataloaders
-        return super().validate(model, dataloaders, datamodule=datamodule, **others)
+        return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
-    def _data(self, model: Any, *given: Any) -> Any:
-        return next((one for one in given if isinstance(one, pl.LightningDataModule)), None)
+
+def _data_module(*given: Any) -> Any:
+    return next((one for one in given if isinstance(one, pl.LightningDataModule)), None)
 
 
 class ModelCheckpoint(LightningCheckpoint):
@@ -99,8 +105,8 @@ class NeMoLogger:
     """Where an experiment is logged and saved: ``log_dir/name/version``.
 
     Attributes:
-        name, log_dir, version: of its directory; ``log_dir`` is ``nemo_experiments`` by default, a version the
-            time of the start, and none for a run that resumes.
+        name, log_dir, version: of its directory; ``log_dir`` is ``nemo_experiments`` by default, a version
+            the time of the start, and none for a run that resumes.
         explicit_log_dir: in place of these.
         use_datetime_version: False for no version by the time.
         ckpt: saves checkpoints, into ``checkpoints`` of the directory.
@@ -155,9 +161,9 @@ class NeMoLogger:
         for callback in callbacks:
             if isinstance(callback, LightningCheckpoint):
                 callback.dirpath = str(callback.dirpath or directory / "checkpoints")
-                if callback.filename is None:
-                    monitored = f"{{{callback.monitor}:.4f}}-" if callback.monitor else ""
-                    callback.filename = f"{self.name}--{monitored}{{step}}-{{consumed_samples}}"
+                monitored = f"{{{callback.monitor}:.4f}}-" if callback.monitor else ""
+                given = callback.filename or f"{{model_name}}--{monitored}{{step}}-{{consumed_samples}}"
+                callback.filename = given.replace("{model_name}", self.name)
 
 
 @dataclass
@@ -210,7 +216,7 @@ class AutoResume:
         elif self.restore_config is not None:
             if not isinstance(model, GPTModel):
                 raise HexadError(
-                    f"restore_config: found with a {type(model).__name__}; load its weights in configure_model"
+                    f"restore_config: found with a {type(model).__name__}; load weights in configure_model"
                 )
             model.weights = weights_of(self.restore_config.path)
         elif self.resume_if_exists and not self.resume_ignore_no_checkpoint:

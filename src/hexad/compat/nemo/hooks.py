@@ -34,8 +34,8 @@ class HookedModule(EngineModule):
     ``configure_model`` sets ``module``: this rank's stage, which ``parallel_state`` describes, made of
     Megatron-LM's parallel layers or others. In a step, for every microbatch and stage, ``data_step`` takes it
     from the loader, ``forward_step`` (on the last stage ``training_step``) computes, and the loss reduction
-    that ``training_loss_reduction`` returns makes a loss of the result. ``validation_step``, ``test_step`` and
-    ``predict_step`` have their own of each.
+    that ``training_loss_reduction`` returns makes a loss of the result. ``validation_step``, ``test_step``
+    and ``predict_step`` have their own of each.
 
     Args:
         user: the trainer's module.
@@ -124,8 +124,8 @@ class HookedModule(EngineModule):
             if found is not None:
                 return found if hasattr(found, "reduce") else found()
         raise HexadError(
-            f"{type(owner).__name__}.{self._kind}_loss_reduction: found none; return a MegatronLossReduction, "
-            "which makes a loss of what the step returns"
+            f"{type(owner).__name__}.{self._kind}_loss_reduction: found none; return a "
+            "MegatronLossReduction, which makes a loss of what the step returns"
         )
 
     def training_step(self, microbatches: Sequence[Any]) -> Tensor:
@@ -224,8 +224,8 @@ def _module_of(owner: LightningModule) -> nn.Module:
         )
     if not callable(getattr(module, "set_input_tensor", None)):
         raise HexadError(
-            f"{name}.configure_model: found a {type(module).__name__} without set_input_tensor(tensor), which "
-            "a stage is given the one before's result by; define it"
+            f"{name}.configure_model: found a {type(module).__name__} without set_input_tensor(tensor), "
+            "which a stage is given the one before's result by; define it"
         )
     return module
 

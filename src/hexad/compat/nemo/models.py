@@ -183,9 +183,9 @@ def activation(config: GPTConfig) -> str:
     name = names.get(config.activation_func)
     if name is None or config.gated_linear_unit != (name == "silu"):
         gate = "with" if config.gated_linear_unit else "without"
-        found = name or getattr(config.activation_func, "__name__", config.activation_func)
+        found = name or getattr(config.activation_func, "__name__", "another function")
         raise HexadError(
-            f"GPTConfig.activation_func: found {found} {gate} gated_linear_unit; use torch.nn.functional.gelu "
-            "without, or silu with it"
+            f"GPTConfig.activation_func: found {found} {gate} gated_linear_unit; use "
+            "torch.nn.functional.gelu without, or silu with it"
         )
     return name

@@ -53,7 +53,7 @@ class LRSchedulerModule:
         warmup = self.warmup_steps or 0
         if self.warmup_ratio is not None:
             warmup = int(self.warmup_ratio * steps)
-        # NeMo's step n - 1 with w steps of warm-up has n / (w + 1); a schedule's progress begins with 0 there.
+        # NeMo's step n - 1 with w steps of warm-up has n / (w + 1); its decay begins at step w.
         settings = {"kind": self.kind, "warmup": warmup + 1}
         if self.kind == "constant":
             return settings
@@ -159,11 +159,12 @@ class MegatronOptimizerModule(OptimizerModule, Callback):
             return
 
         def configured(module: LightningModule) -> Any:
-            own = module.trainer.strategy.engine_module
+            strategy: Any = module.trainer.strategy
+            own = strategy.engine_module
             if own is None:
                 raise HexadError(
-                    f"MegatronOptimizerModule: found a {type(module).__name__} without NeMo's hooks; return an "
-                    "optimizer of torch.optim from its configure_optimizers"
+                    f"MegatronOptimizerModule: found a {type(module).__name__} without NeMo's hooks; "
+                    "return an optimizer of torch.optim from its configure_optimizers"
                 )
             return own.configured_optimizer(own.settings())
 

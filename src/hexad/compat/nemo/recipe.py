@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ _GPT2_IDS = 50257
 
 
 def configure(trainer: Trainer, model: LightningModule, data: LightningDataModule | None) -> bool:
-    """Give a language model the settings of its recipe; whether there is one, whose data Hexad's loader reads.
+    """Give a language model the settings of its recipe; whether it is one, whose data Hexad's loader reads.
 
     Raises:
         HexadError: values that are not supported, or do not fit.
@@ -57,9 +58,8 @@ def configure(trainer: Trainer, model: LightningModule, data: LightningDataModul
         return True
     if not isinstance(data, TextDataModule):
         raise HexadError(
-            f"data: found {type(data).__name__} with a {type(model).__name__}; use llm.PreTrainingDataModule, "
-            "MockDataModule, FineTuningDataModule or ChatDataModule; for other data override "
-            "HexadModule.train_dataloader"
+            f"data: found a {type(data).__name__}; use llm.PreTrainingDataModule, MockDataModule, "
+            "FineTuningDataModule or ChatDataModule; for other data override HexadModule.train_dataloader"
         )
     trainer.strategy.shard_as(model)
     directory = str(trainer.default_root_dir)
@@ -70,7 +70,16 @@ def configure(trainer: Trainer, model: LightningModule, data: LightningDataModul
         raise HexadError(_in_words(str(error))) from None
     tokenizer = tree["data"]["tokenizer"]
     model.files = [translation.write_files, *data.files(directory, tokenizer)]
+    if not trainer.global_rank:
+        model.files.append(partial(_write_settings, Path(directory), translation))
     return True
+
+
+def _write_settings(directory: Path, translation: LineTranslation) -> None:
+    """Write the ``run.yaml`` that says what a recipe says."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = translation.yaml("a recipe by hexad.compat.nemo")
+    (directory / "run.yaml").write_text(text, encoding="utf-8")
 
 
 def recipe_settings(
@@ -115,8 +124,8 @@ def recipe_settings(
         tree.pop("validate", None)
     if not isinstance(model.optim, MegatronOptimizerModule):
         raise HexadError(
-            f"optim: found {type(model.optim).__name__}, expected a MegatronOptimizerModule; for another, override "
-            "configure_optimizers of the model"
+            f"optim: found {type(model.optim).__name__}, expected a MegatronOptimizerModule; for another, "
+            "override configure_optimizers of the model"
         )
     tree |= model.optim.settings(steps)
     _weights(tree, model)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..megatron import parallel_state
 
-
 DataT = TypeVar("DataT")
 ReductionT = TypeVar("ReductionT")
 
@@ -30,8 +29,8 @@ class MegatronLossReduction(nn.Module):
         raise NotImplementedError("override forward")
 
     def reduce(self, losses_reduced_per_micro_batch: Sequence[Any]) -> Any:
-        """What is logged, given what is reported of a data rank's microbatches: a scalar, or a dictionary with
-        ``loss``."""
+        """What is logged, given what is reported of a data rank's microbatches: a scalar, or a dictionary
+        with ``loss``."""
         raise NotImplementedError("override reduce")
 
 

@@ -28,8 +28,8 @@ class MegatronDataSampler(DataSampler):
         micro_batch_size: samples of a microbatch and data rank.
         global_batch_size: samples of a step, of all data ranks.
         rampup_batch_size: ``[start, increment, samples]``: smaller steps at first, ``batch.ramp``.
-        dataloader_type: ``single``, in the data's order; ``cyclic``, shuffled anew in each pass; ``batch``, where
-            data ranks take turns inside a step.
+        dataloader_type: ``single``, in the data's order; ``cyclic``, shuffled anew in each pass; ``batch``,
+            where data ranks take turns inside a step.
         init_consumed_samples: samples to leave out at first.
         init_global_step: has no effect: a resumed run counts its steps.
         output_log: log ``consumed_samples`` and ``global_batch_size``.

@@ -33,9 +33,10 @@ _WITHOUT_EFFECT = """
 pipeline_model_parallel_comm_backend find_unused_parameters ckpt_load_optimizer ckpt_save_optimizer
 ckpt_load_main_params lazy_init pipeline_dtype use_te_rng_tracker use_sharp save_ckpt_format ckpt_async_save
 ckpt_torch_dist_multiproc ckpt_assume_constant_structure ckpt_parallel_save ckpt_parallel_save_within_dp
-ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness setup_optimizers
-replace_progress_bar progress_interval megatron_log_level nccl_communicator_config_path use_gloo_process_groups
-gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion ckpt_type static_graph
+ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness
+setup_optimizers replace_progress_bar progress_interval megatron_log_level nccl_communicator_config_path
+use_gloo_process_groups gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion
+ckpt_type static_graph
 """
 
 
@@ -102,7 +103,7 @@ class MegatronStrategy(HexadStrategy):
         **others: Any,
     ) -> None:
         absent = "checkpoint_io expert_tensor_parallel_size"
-        only = {"moe_extended_tp": False, "init_model_parallel": True}
+        only: dict[str, Any] = {"moe_extended_tp": False, "init_model_parallel": True}
         only |= dict.fromkeys(
             ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size"), 0
         )
@@ -147,17 +148,18 @@ class MegatronStrategy(HexadStrategy):
         if self.fsdp == "torch":
             return 3
         if self.fsdp == "megatron":
-            if self.ddp.data_parallel_sharding_strategy not in _SHARDED:
+            sharded = self.ddp.data_parallel_sharding_strategy
+            if sharded not in _SHARDED:
+                known = ", ".join(_SHARDED)
                 raise HexadError(
-                    f"ddp.data_parallel_sharding_strategy: found {self.ddp.data_parallel_sharding_strategy!r}, "
-                    f"expected one of {', '.join(_SHARDED)}"
+                    f"ddp.data_parallel_sharding_strategy: found {sharded!r}, expected one of {known}"
                 )
-            return _SHARDED.index(self.ddp.data_parallel_sharding_strategy)
+            return _SHARDED.index(sharded)
         if self.fsdp is not None:
             raise HexadError(f"MegatronStrategy: found fsdp={self.fsdp!r}, expected megatron, torch or None")
         optim = getattr(module, "optim", None)
-        sharded = isinstance(optim, MegatronOptimizerModule) and optim.config.use_distributed_optimizer
-        return int(sharded or self.ddp.use_distributed_optimizer)
+        distributed = isinstance(optim, MegatronOptimizerModule) and optim.config.use_distributed_optimizer
+        return int(distributed or self.ddp.use_distributed_optimizer)
 
     # The module
 
@@ -213,7 +215,7 @@ class MegatronStrategy(HexadStrategy):
         if not isinstance(sampler, MegatronDataSampler):
             raise HexadError(
                 "data_sampler: found none; set data_sampler = MegatronDataSampler(seq_len=..., "
-                "micro_batch_size=..., global_batch_size=...) in the data module, or pass it to MegatronStrategy"
+                "micro_batch_size=..., global_batch_size=...) in the data module, or pass it to the strategy"
             )
         return sampler
 

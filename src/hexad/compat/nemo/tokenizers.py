@@ -110,9 +110,9 @@ def get_nmt_tokenizer(
         flags = {"tokenizer_type": model_name, "vocab_file": vocab_file, "merge_file": merges_file}
         return TokenizerSpec(flags)
     raise HexadError(
-        f"get_nmt_tokenizer: found library={library!r}, model_name={model_name!r} and no files; use sentencepiece "
-        "with tokenizer_model, huggingface with model_name, or megatron with GPT2BPETokenizer, vocab_file and "
-        "merges_file"
+        f"get_nmt_tokenizer: found library={library!r}, model_name={model_name!r} and no files; use "
+        "sentencepiece with tokenizer_model, huggingface with model_name, or megatron with GPT2BPETokenizer, "
+        "vocab_file and merges_file"
     )
 
 

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 GPU = RESULTS / "gpu"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-PAGES = (PAGE, PAGE.parent / "context.md", PAGE.parent / "any-model.md")
+PAGES = tuple(PAGE.parent / f"{name}.md" for name in ("benchmarks", "context", "any-model", "nemo"))
 PICTURE = PAGE.parent / "images" / "overlap.svg"
 _SPACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIOS = ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
@@ -47,6 +47,7 @@ def section(name: str) -> str:
         "sets": context_balance,
         "rows": deepspeed_interface,
         "plans": transformers_plans,
+        "recipes": nemo_recipes,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
@@ -206,6 +207,36 @@ def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
     for name, what in others.items():
         models = dict.fromkeys(row["model"] for row in results["plans"] if row["outcome"] == name)
         yield f"| {what} | {counts[name]} | {', '.join(models)} |"
+
+
+_RECIPES = {
+    "experts": "deepseek gpt_oss llama4 mixtral qwen3_235b qwen3_30b",
+    "no attention in some layers (Mamba, Hyena)": "hyena mamba2 nemotron_nano nemotronh",
+    "other activations, norms or layers": "baichuan chatglm gemma llama31_nemotron_ultra llama33_nemotron "
+    "nemotron3 nemotron4 starcoder",
+    "encoders, embeddings, rerankers": "bert e5 llama_embedding llama_reranker t5",
+    "models of `transformers`, which [`hexad.parallelize`](any-model.md) takes": "hf_auto",
+}
+"""Why recipes are refused, by how their names begin."""
+
+
+def nemo_recipes(results: dict[str, Any]) -> Iterator[str]:
+    """How many recipes are accepted, which, and why others are not."""
+    accepted = [name for name, row in results["recipes"].items() if row["outcome"] == "accepted"]
+    refused: dict[str, list[str]] = {}
+    for name in results["recipes"]:
+        if name not in accepted:
+            kinds = (why for why, begins in _RECIPES.items() if name.startswith(tuple(begins.split())))
+            refused.setdefault(next(kinds, results["recipes"][name]["why"]), []).append(name)
+    yield "| outcome | recipes | |"
+    yield "|---|---|---|"
+    yield f"| accepted | {len(accepted)} | {_files(accepted)} |"
+    for why, names in refused.items():
+        yield f"| refused: {why} | {len(names)} | {_files(names)} |"
+
+
+def _files(names: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(name.partition(":")[0] for name in names))
 
 
 def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:

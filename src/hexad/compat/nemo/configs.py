@@ -237,6 +237,20 @@ class Llama31Config70B(Llama31Config):
 
 
 @dataclass
+class Llama31Nemotron70BConfig(Llama31Config70B):
+    """Llama 3.1 Nemotron 70B."""
+
+    kv_channels: int | None = 128
+
+
+@dataclass
+class Llama31NemotronNano8BConfig(Llama31Config8B):
+    """Llama 3.1 Nemotron Nano 8B."""
+
+    kv_channels: int | None = 128
+
+
+@dataclass
 class Llama31Config405B(Llama31Config):
     """Llama 3.1 405B."""
 
@@ -285,6 +299,36 @@ class MistralConfig7B(LlamaConfig):
 
 
 @dataclass
+class MistralNeMoConfig12B(MistralConfig7B):
+    """Mistral NeMo 12B."""
+
+    num_layers: int = 40
+    hidden_size: int = 5120
+    kv_channels: int | None = 128
+    seq_length: int = 4096
+    window_size: Sequence[int] | None = None
+    cp_comm_type: str | None = None
+    rotary_base: float = 1_000_000
+
+
+@dataclass
+class Phi3Config(LlamaConfig):
+    """What sizes of Phi 3 have in common."""
+
+
+@dataclass
+class Phi3ConfigMini(Phi3Config):
+    """Phi 3 mini."""
+
+    num_layers: int = 32
+    hidden_size: int = 3072
+    num_attention_heads: int = 32
+    num_query_groups: int | None = 32
+    ffn_hidden_size: int | None = 8192
+    vocab_size: int | None = 32064
+
+
+@dataclass
 class Qwen2Config(LlamaConfig):
     """What sizes of Qwen 2 have in common."""
 
@@ -306,6 +350,43 @@ class Qwen2Config500M(Qwen2Config):
 
 
 @dataclass
+class Qwen25Config500M(Qwen2Config500M):
+    """Qwen 2.5 0.5B."""
+
+    seq_length: int = 32768
+
+
+@dataclass
+class Qwen2Config1P5B(Qwen2Config):
+    """Qwen 2 1.5B."""
+
+    num_layers: int = 28
+    hidden_size: int = 1536
+    num_attention_heads: int = 12
+    num_query_groups: int | None = 2
+    ffn_hidden_size: int | None = 8960
+
+
+@dataclass
+class Qwen25Config1P5B(Qwen2Config1P5B):
+    """Qwen 2.5 1.5B."""
+
+    seq_length: int = 131072
+
+
+@dataclass
+class Qwen25Config3B(Qwen2Config):
+    """Qwen 2.5 3B."""
+
+    num_layers: int = 36
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    num_query_groups: int | None = 2
+    ffn_hidden_size: int | None = 11008
+    share_embeddings_and_output_weights: bool = True
+
+
+@dataclass
 class Qwen2Config7B(Qwen2Config):
     """Qwen 2 7B."""
 
@@ -315,6 +396,41 @@ class Qwen2Config7B(Qwen2Config):
     num_query_groups: int | None = 4
     ffn_hidden_size: int | None = 18944
     vocab_size: int | None = 152064
+
+
+@dataclass
+class Qwen25Config7B(Qwen2Config7B):
+    """Qwen 2.5 7B."""
+
+    seq_length: int = 131072
+
+
+@dataclass
+class Qwen25Config14B(Qwen2Config):
+    """Qwen 2.5 14B."""
+
+    num_layers: int = 48
+    hidden_size: int = 5120
+    num_attention_heads: int = 40
+    num_query_groups: int | None = 8
+    ffn_hidden_size: int | None = 13824
+    vocab_size: int | None = 152064
+    layernorm_epsilon: float = 1e-5
+    seq_length: int = 131072
+
+
+@dataclass
+class Qwen25Config32B(Qwen2Config):
+    """Qwen 2.5 32B."""
+
+    num_layers: int = 64
+    hidden_size: int = 5120
+    num_attention_heads: int = 40
+    num_query_groups: int | None = 8
+    ffn_hidden_size: int | None = 27648
+    vocab_size: int | None = 152064
+    layernorm_epsilon: float = 1e-5
+    seq_length: int = 131072
 
 
 @dataclass
@@ -328,6 +444,13 @@ class Qwen2Config72B(Qwen2Config):
     ffn_hidden_size: int | None = 29568
     vocab_size: int | None = 152064
     layernorm_epsilon: float = 1e-5
+
+
+@dataclass
+class Qwen25Config72B(Qwen2Config72B):
+    """Qwen 2.5 72B."""
+
+    seq_length: int = 131072
 
 
 @dataclass
@@ -353,6 +476,28 @@ class Qwen3Config600M(Qwen3Config):
 
 
 @dataclass
+class Qwen3Config1P7B(Qwen3Config):
+    """Qwen 3 1.7B."""
+
+    num_layers: int = 28
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    ffn_hidden_size: int | None = 6144
+    share_embeddings_and_output_weights: bool = True
+
+
+@dataclass
+class Qwen3Config4B(Qwen3Config):
+    """Qwen 3 4B."""
+
+    num_layers: int = 36
+    hidden_size: int = 2560
+    num_attention_heads: int = 32
+    ffn_hidden_size: int | None = 9728
+    share_embeddings_and_output_weights: bool = True
+
+
+@dataclass
 class Qwen3Config8B(Qwen3Config):
     """Qwen 3 8B."""
 
@@ -363,6 +508,16 @@ class Qwen3Config8B(Qwen3Config):
 
 
 @dataclass
+class Qwen3Config14B(Qwen3Config):
+    """Qwen 3 14B."""
+
+    num_layers: int = 40
+    hidden_size: int = 5120
+    num_attention_heads: int = 40
+    ffn_hidden_size: int | None = 17408
+
+
+@dataclass
 class Qwen3Config32B(Qwen3Config):
     """Qwen 3 32B."""
 
@@ -370,3 +525,17 @@ class Qwen3Config32B(Qwen3Config):
     hidden_size: int = 5120
     num_attention_heads: int = 64
     ffn_hidden_size: int | None = 25600
+
+
+@dataclass
+class Qwen3Config30B_A3B(Qwen3Config):
+    """Qwen 3 30B-A3B, whose experts are not supported yet."""
+
+    num_moe_experts: int | None = 128
+
+
+@dataclass
+class Qwen3Config235B_A22B(Qwen3Config):
+    """Qwen 3 235B-A22B, whose experts are not supported yet."""
+
+    num_moe_experts: int | None = 128

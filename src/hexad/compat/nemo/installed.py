@@ -10,10 +10,11 @@ _MODULES = {
     "collections.llm.gpt.data.pre_training",
     "experiment": "lightning.nemo_logger lightning.pytorch.strategies.utils lightning.pytorch.trainer "
     "lightning.resume",
-    "io": "lightning.io",
+    "io": "lightning.io lightning.io.mixin",
     "llm": "collections.llm collections.llm.api",
     "models": "collections.llm.gpt.model collections.llm.gpt.model.base collections.llm.gpt.model.llama "
-    "collections.llm.gpt.model.mistral collections.llm.gpt.model.qwen2 collections.llm.gpt.model.qwen3 "
+    "collections.llm.gpt.model.mistral collections.llm.gpt.model.phi3mini "
+    "collections.llm.gpt.model.qwen2 collections.llm.gpt.model.qwen3 "
     "collections.llm.peft collections.llm.peft.lora",
     "optim": "lightning.pytorch.optim lightning.pytorch.optim.base lightning.pytorch.optim.lr_scheduler "
     "lightning.pytorch.optim.megatron",
@@ -24,7 +25,7 @@ _MODULES = {
     "sampler": "lightning.pytorch.plugins.data_sampler",
     "strategy": "lightning.pytorch.plugins lightning.pytorch.plugins.mixed_precision "
     "lightning.pytorch.strategies lightning.pytorch.strategies.megatron_strategy",
-    "tokenizers": "collections.common.tokenizers "
+    "tokenizers": "collections.common.tokenizers collections.common.tokenizers.tokenizer_spec "
     "collections.common.tokenizers.huggingface.auto_tokenizer "
     "collections.nlp.modules.common.tokenizer_utils",
     "utils": "utils",

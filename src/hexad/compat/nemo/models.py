@@ -18,11 +18,21 @@ from ..lightning.module import HexadModule
 from ..megatron.settings import OptimizerConfig
 from . import configs
 from .configs import *  # noqa: F403  # NeMo's modules of models have the configurations too
-from .configs import GPTConfig, LlamaConfig, MistralConfig7B, Qwen2Config, Qwen3Config
+from .configs import GPTConfig, LlamaConfig, MistralConfig7B, Phi3Config, Qwen2Config, Qwen3Config
 from .optim import MegatronOptimizerModule, OptimizerModule
 from .tokenizers import TokenizerSpec
 
-__all__ = ["PEFT_STR2CLS", "GPTModel", "LlamaModel", "LoRA", "MistralModel", "Qwen2Model", "Qwen3Model"]
+__all__ = [
+    "PEFT_STR2CLS",
+    "GPTModel",
+    "LlamaModel",
+    "LlamaNemotronModel",
+    "LoRA",
+    "MistralModel",
+    "Phi3Model",
+    "Qwen2Model",
+    "Qwen3Model",
+]
 __all__ += [name for name in vars(configs) if "Config" in name]
 
 _TARGETS = {
@@ -150,6 +160,10 @@ class LlamaModel(GPTModel):
         super().__init__(LlamaConfig() if config is None else config, *given, **others)
 
 
+class LlamaNemotronModel(LlamaModel):
+    """Llama Nemotron."""
+
+
 class MistralModel(GPTModel):
     """Mistral."""
 
@@ -157,6 +171,15 @@ class MistralModel(GPTModel):
 
     def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
         super().__init__(MistralConfig7B() if config is None else config, *given, **others)
+
+
+class Phi3Model(GPTModel):
+    """Phi 3."""
+
+    family = "phi3"
+
+    def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
+        super().__init__(Phi3Config() if config is None else config, *given, **others)
 
 
 class Qwen2Model(GPTModel):

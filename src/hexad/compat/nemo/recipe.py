@@ -63,8 +63,8 @@ def configure(trainer: Trainer, model: LightningModule, data: LightningDataModul
         )
     trainer.strategy.shard_as(model)
     directory = str(trainer.default_root_dir)
+    translation, tree = recipe_settings(trainer, model, data, directory)
     try:
-        translation, tree = recipe_settings(trainer, model, data, directory)
         model.config = load_config(tree)
     except ConfigError as error:
         raise HexadError(_in_words(str(error))) from None
@@ -109,8 +109,11 @@ def recipe_settings(
     )
     seed = int(os.environ.get("PL_GLOBAL_SEED", data.flags.get("seed", 1234)))
     vars(arguments).update(save=directory, train_iters=steps, lr=1.0, seed=seed)
-    derive(arguments, trainer.world_size)
-    translation = translated(line, script=isinstance(data, TextDataModule) and not _named(arguments))
+    try:
+        derive(arguments, trainer.world_size)
+        translation = translated(line, script=not _named(arguments))
+    except ConfigError as error:
+        raise HexadError(_in_words(str(error))) from None
     tree = translation.tree
     tree["parallel"] |= named
     tree["batch"] = data.data_sampler.settings

@@ -36,7 +36,7 @@ ckpt_torch_dist_multiproc ckpt_assume_constant_structure ckpt_parallel_save ckpt
 ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness
 setup_optimizers replace_progress_bar progress_interval megatron_log_level nccl_communicator_config_path
 use_gloo_process_groups gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion
-ckpt_type static_graph
+ckpt_type ckpt_include_optimizer static_graph
 """
 
 
@@ -102,8 +102,12 @@ class MegatronStrategy(HexadStrategy):
         timeout: timedelta = timedelta(minutes=30),
         **others: Any,
     ) -> None:
-        absent = "checkpoint_io expert_tensor_parallel_size"
-        only: dict[str, Any] = {"moe_extended_tp": False, "init_model_parallel": True}
+        absent = "checkpoint_io"
+        only: dict[str, Any] = {
+            "moe_extended_tp": False,
+            "expert_tensor_parallel_size": 1,
+            "init_model_parallel": True,
+        }
         only |= dict.fromkeys(
             ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size"), 0
         )

@@ -3,9 +3,9 @@
     python benchmarks/nemo_recipes.py CHECKOUT --output benchmarks/results/nemo_recipes.json
 
 Every file of ``nemo/collections/llm/recipes`` is run as it is, that directory being importable,
-:func:`hexad.compat.nemo.install` in place of NeMo, and NeMo-Run's own package. What ``pretrain_recipe()`` and
-``finetune_recipe()`` return is built, and its settings are resolved for the ranks that it names, or on as many
-nodes as its layout needs. Tokenizers of the hub are left out. Nothing is trained.
+:func:`hexad.compat.nemo.install` in place of NeMo, and NeMo-Run itself. What ``pretrain_recipe()`` and
+``finetune_recipe()`` return is built, and its settings are resolved for the ranks that it names, or on as
+many nodes as its layout needs. Tokenizers of the hub are left out. Nothing is trained.
 """
 
 import argparse

@@ -76,7 +76,6 @@ class Saves:
         self.checkpointer = Checkpointer(self.config, run.mesh)
         self.base: Base | None = None
         self.evaluations = Evaluations(self.config.checkpoint.keep_best)
-        self._adapters = engine.language is not None and self.config.model.lora is not None
         self._begun = False
 
     def begin(self) -> None:
@@ -88,8 +87,6 @@ class Saves:
             AgreedError: they are damaged or of another model, ``checkpoint.resume`` does not allow it, or
                 ``run.dir`` cannot be written.
         """
-        if self._adapters:
-            self.engine.initialise(frozen=self.config.model.load is None)
         manifest = self._load_newest(self.checkpointer.find)
         if manifest is not None:
             self._resume(*manifest)
@@ -180,6 +177,8 @@ def start(engine: Engine, world: Axis) -> Base | None:
     """
     model = engine.config.model
     base, with_weights = Base.drawn(engine.config), ""
+    if model.lora is not None:
+        engine.initialise(frozen=model.load is None)
     if model.load is not None:
         base = load_weights(engine.config, model.load, engine.weights(), world)
         engine.publish()

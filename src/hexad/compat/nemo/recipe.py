@@ -121,10 +121,7 @@ def recipe_settings(
     tree["data"] |= data.settings(directory, tree["data"]["tokenizer"])
     tree["checkpoint"] = {"asynchronous": False}
     tree["log"] = {"every": max(1, int(trainer.log_every_n_steps))}  # type: ignore[attr-defined]
-    if isinstance(trainer.limit_val_batches, int) and trainer.limit_val_batches:
-        tree["validate"] = {"batches": trainer.limit_val_batches}
-    else:
-        tree.pop("validate", None)
+    tree["validate"] = _validation(trainer)
     if not isinstance(model.optim, MegatronOptimizerModule):
         raise HexadError(
             f"optim: found {type(model.optim).__name__}, expected a MegatronOptimizerModule; for another, "
@@ -191,6 +188,13 @@ def _data(arguments: Namespace, model: GPTModel, data: TextDataModule) -> None:
 
 def _named(arguments: Namespace) -> bool:
     return bool(arguments.mock_data or arguments.data_path or arguments.train_data_path)
+
+
+def _validation(trainer: Trainer) -> dict[str, Any]:
+    """The group ``validate``, as far as the trainer counts steps and batches."""
+    every, batches = trainer.val_check_interval, trainer.limit_val_batches
+    counts = {"every": every if batches else 0, "batches": batches or None}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
 def _precision(trainer: Trainer) -> dict[str, Any]:

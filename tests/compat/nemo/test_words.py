@@ -1,0 +1,194 @@
+"""NeMo's names: scripts' imports, samplers, and what is refused."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hexad.config import HexadError
+
+pytest.importorskip("lightning")
+
+SCRIPT = """
+import hexad.compat.nemo
+hexad.compat.nemo.install()
+
+import lightning.pytorch as pl
+from megatron.core import ModelParallelConfig, parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.collections.common.tokenizers import SentencePieceTokenizer
+from nemo.collections.llm.api import finetune, pretrain, train
+from nemo.collections.llm.gpt.data import ChatDataModule, MockDataModule, PreTrainingDataModule
+from nemo.collections.llm.gpt.data.packed_sequence import PackedSequenceSpecs
+from nemo.collections.llm.gpt.model.llama import Llama3Config8B, LlamaModel
+from nemo.collections.llm.peft import PEFT_STR2CLS
+from nemo.collections.nlp.modules.common.tokenizer_utils import get_nmt_tokenizer, get_tokenizer
+from nemo.lightning import AutoResume, NeMoLogger, io, resume
+from nemo.lightning.megatron_parallel import DataT, MegatronLossReduction, ReductionT
+from nemo.lightning.pytorch import callbacks as nl_callbacks
+from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
+from nemo.lightning.pytorch.plugins import MegatronDataSampler
+from nemo.utils import logging
+from nemo.utils.exp_manager import TimingCallback
+from dataclasses import dataclass
+
+@dataclass
+class Small(llm.Llama3Config8B):
+    num_layers: int = 2
+    hidden_size: int = 64
+
+@dataclass
+class Config(ModelParallelConfig):
+    calculate_per_token_loss: bool = False
+
+class Module(pl.LightningModule, io.IOMixin, io.ConnectorMixin):
+    def training_loss_reduction(self):
+        return MegatronLossReduction()
+
+assert nl.MegatronStrategy is hexad.compat.nemo.MegatronStrategy
+assert llm.LlamaModel(Small()).architecture.num_attention_heads == 32
+assert Config().tensor_model_parallel_size is None
+Module()
+try:
+    llm.SquadDataModule(seq_length=8)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_scripts_imports(tmp_path: Path) -> None:
+    """What NeMo's examples and BioNeMo's modules import, in a process of its own."""
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    result = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    refusal = "nemo.collections.llm.SquadDataModule: not supported: write training.jsonl and use"
+    assert result.stdout.startswith(refusal)
+
+
+class Numbers:
+    """A data set of numbers."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def steps_of(sampler: Any, samples: int, ranks: int, consumed: int = 0) -> list[list[int]]:
+    """The samples of the steps of a pass, all ranks' together, in the order of microbatches."""
+    from torch.utils.data import DataLoader
+
+    from hexad.topology.mesh import Axis
+
+    loader = DataLoader(Numbers(samples), collate_fn=list)  # type: ignore[arg-type, var-annotated]
+    parts = [
+        list(sampler.training(loader, Axis("data", tuple(range(ranks)), rank), lambda: consumed))
+        for rank in range(ranks)
+    ]
+    return [[n for micros in zip(*step) for micro in micros for n in micro] for step in zip(*parts)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_single_sampler(ranks: int) -> None:
+    """Every rank's microbatches of a step are the step's samples in their order, as Megatron-LM's."""
+    from hexad.compat.nemo import MegatronDataSampler
+
+    sampler = MegatronDataSampler(8, 2, 8)
+    assert steps_of(sampler, 27, ranks) == [list(range(n, n + 8)) for n in (0, 8, 16)]
+    assert steps_of(sampler, 27, ranks, 16) == [list(range(16, 24))]
+    assert steps_of(sampler, 27, ranks, 24)[0] == list(range(8))  # the second pass
+
+
+def test_other_samplers() -> None:
+    from hexad.compat.nemo import MegatronDataSampler
+
+    growing = MegatronDataSampler(8, 2, 8, [4, 2, 12])
+    sizes = [len(step) for step in steps_of(growing, 40, 1)]
+    assert sizes == [4, 4, 6, 8, 8, 8]  # Megatron-LM's ramp: 4 to 8 by 2 over 12 samples
+    assert [len(step) for step in steps_of(growing, 40, 1, 8)] == [6, 8, 8, 8]
+    shuffled = MegatronDataSampler(8, 2, 8, dataloader_type="cyclic")
+    passes = [[n for step in steps_of(shuffled, 24, 2, consumed) for n in step] for consumed in (0, 24)]
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(24))
+    assert passes[0] != passes[1]
+    turns = MegatronDataSampler(8, 2, 8, dataloader_type="batch")
+    assert [sorted(step) for step in steps_of(turns, 17, 2)] == [list(range(8)), list(range(8, 16))]
+
+
+def _recipe(**change: Any) -> Callable[[], Any]:
+    """Settings of a recipe, with some objects' arguments changed."""
+
+    def settings() -> Any:
+        from hexad.compat import nemo as nl
+        from hexad.compat.nemo import llm
+        from hexad.compat.nemo.recipe import recipe_settings
+
+        sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+        config = change.get("config", {})
+        options = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_steps": 4,
+            "logger": False,
+            **change.get("trainer", {}),
+        }
+        model = llm.LlamaModel(llm.Llama3Config(**{**sizes, "seq_length": 16, **config}))
+        data = change.get("data") or llm.MockDataModule(16, micro_batch_size=1, global_batch_size=2)
+        trainer = nl.Trainer(strategy=nl.MegatronStrategy(**change.get("strategy", {})), **options)
+        if "optim" in change:
+            change["optim"]().connect(model)
+        trainer.strategy.shard_as(model)
+        return recipe_settings(trainer, model, data, "runs/none")
+
+    return settings
+
+
+def _optimizer(**config: Any) -> Any:
+    from hexad.compat import nemo as nl
+    from hexad.compat.megatron import OptimizerConfig
+
+    return nl.MegatronOptimizerModule(OptimizerConfig(**config), nl.lr_scheduler.CosineAnnealingScheduler())
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "unknown argument": (_recipe(strategy={"tensor_parallel": 2}), "unexpected argument 'tensor_parallel'"),
+    "experts": (_recipe(config={"num_moe_experts": 8}), "GPTConfig.num_moe_experts: found 8"),
+    "activation": (
+        _recipe(config={"gated_linear_unit": False}),
+        "GPTConfig.activation_func: found silu without gated_linear_unit",
+    ),
+    "norm": (_recipe(config={"normalization": "LayerNorm"}), "normalization: found LayerNorm"),
+    "heads": (_recipe(config={"num_attention_heads": 5}), "hidden_size: found 32, which 5 heads"),
+    "length": (_recipe(config={"seq_length": 8}), "seq_length: found 16 in the data and 8"),
+    "steps": (_recipe(trainer={"max_steps": -1, "max_epochs": 1}), "found max_steps=-1; name the steps"),
+    "precision": (_recipe(trainer={"precision": "bf16-mixed"}), "pass plugins=MegatronMixedPrecision"),
+    "degrees": (_recipe(strategy={"tensor_model_parallel_size": 2}), "tensor_model_parallel_size: found 2 x"),
+    "optimizer": (_recipe(optim=lambda: _optimizer(lr=0.1, optimizer="sgd")), "found 'sgd'; use adam"),
+    "rate": (_recipe(optim=_optimizer), "OptimizerConfig.lr: found None"),
+    "schedule": (
+        _recipe(optim=lambda: _optimizer(lr=0.1)),
+        "found warmup_steps=750 and constant_steps=80000 of 4 steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises((HexadError, TypeError)) as caught:
+        make()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "--" not in str(caught.value)

@@ -76,6 +76,7 @@ def finetuned(source: str, lines: str, directory: str) -> dict[str, Any]:
             accelerator="cpu",
             devices=1,
             max_steps=4,
+            log_every_n_steps=1,
             limit_val_batches=1,
             num_sanity_val_steps=0,
             strategy=nl.MegatronStrategy(),

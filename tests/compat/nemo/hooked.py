@@ -38,10 +38,17 @@ def fitted(
     given: dict[str, Any],
     options: dict[str, Any] | None = None,
     sampler: dict[str, Any] | None = None,
-    load: str | None = None,
-    save: str | None = None,
+    path: str | None = None,
+    stop: int | None = None,
 ) -> dict[str, Any]:
-    """Fit the example; its losses, norms, rates and evaluations, and weights' names."""
+    """Fit the example; its losses, norms, rates and evaluations.
+
+    Args:
+        given: arguments of the strategy.
+        options: of the trainer.
+        sampler: further arguments of the sampler.
+        path: of a checkpoint, to be saved after step ``stop``, or else to be loaded.
+    """
     from lightning.pytorch import Callback
 
     from hexad.compat.nemo import MegatronDataSampler, MegatronStrategy
@@ -54,6 +61,7 @@ def fitted(
             seen["losses"].append(float(metrics["reduced_train_loss"]))
             seen["norms"].append(float(metrics["grad_norm"]))
             seen["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
+            trainer.should_stop = trainer.global_step == stop
 
         def on_validation_end(self, trainer: Any, *_: Any) -> None:
             seen["val"].append(float(trainer.callback_metrics["val_loss"]))
@@ -71,9 +79,9 @@ def fitted(
         if sampler is not None:
             data.data_sampler = MegatronDataSampler(config.seq_length, MICRO, GLOBAL, **sampler)
         module = bert.BertModule(config, optimizer())
-        trainer.fit(module, data, ckpt_path=load)
-        if save is not None:
-            trainer.save_checkpoint(save)
+        trainer.fit(module, data, ckpt_path=None if stop else path)
+        if stop:
+            trainer.save_checkpoint(path)
         result = {**seen, "samples": strategy.engine_module.engine.samples}
         return {**result, "config": vars(module.config)}
 

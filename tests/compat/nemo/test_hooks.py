@@ -1,10 +1,11 @@
 """LightningModules with NeMo's hooks: any layout computes what one process and a plain loop do."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ...pool import Pool
+from ...pool import Pool, RankError
 from . import hooked
 from .hooked import fitted, plain
 
@@ -59,3 +60,32 @@ def test_any_layout(pool: Pool, alone: dict[str, Any], layout: str) -> None:
         assert found["rates"] == alone["rates"]
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
             assert found["config"][name] == given.get(name, 1)
+
+
+@pytest.mark.parametrize("sampler", [{}, {"rampup_batch_size": [4, 4, 8]}], ids=["plain", "growing batches"])
+def test_resumed_in_another_layout(pool: Pool, tmp_path: Path, sampler: dict[str, Any]) -> None:
+    """A checkpoint of two stages, within a pass over the data, continues in one process."""
+    alone = pool.run(1, fitted, {}, None, sampler)[0]
+    path = str(tmp_path / "saved.ckpt")
+    given = {"pipeline_model_parallel_size": 2, "zero": 1}
+    before = pool.run(2, fitted, given, None, sampler, path, 2)[0]
+    after = pool.run(1, fitted, {}, None, sampler, path)[0]
+    for name in ("losses", "norms", "rates"):
+        assert before[name] + after[name] == pytest.approx(alone[name], rel=1e-9), name
+    assert after["samples"] == alone["samples"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "context": ({"context_parallel_size": 2}, {}, "BertModule: found context_parallel_size=2"),
+    "clipping": ({}, {"gradient_clip_val": 1.0}, "set OptimizerConfig.clip_grad"),
+    "accumulation": ({}, {"accumulate_grad_batches": 2}, "found accumulate_grad_batches=2"),
+    "sizes": ({}, {"max_steps": 1}, "rampup_batch_size with 3, expected a multiple of"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line(pool: Pool, case: str) -> None:
+    given, options, message = REFUSED[case]
+    sampler = {"rampup_batch_size": [3, 4, 8]} if case == "sizes" else None
+    with pytest.raises(RankError, match=f"Error: .*{message}"):
+        pool.run(2, fitted, given, options, sampler)

@@ -228,6 +228,7 @@ class MegatronStrategy(HexadStrategy):
         module, sampler, plugin = self.lightning_module, self._sampler(), self.precision_plugin
         assert module is not None
         trainer: Any = module.trainer
+        sampler.check(self.mesh.data.size)
         tree: dict[str, Any] = {
             "run": {"timeout": self.timeout.total_seconds()},
             "data": {"sequence": sampler.seq_len},

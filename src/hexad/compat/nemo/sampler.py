@@ -82,6 +82,21 @@ class MegatronDataSampler(DataSampler):
         settings: dict[str, Any] = {"micro": self.micro_batch_size, "global": self.global_batch_size}
         return settings if ramp is None else {**settings, "ramp": list(ramp)}
 
+    def check(self, ranks: int) -> None:
+        """Refuse steps that do not divide into microbatches of so many data ranks.
+
+        Raises:
+            HexadError: naming the size.
+        """
+        whole = self.micro_batch_size * ranks
+        for size in self.batch.sizes:
+            if size % whole:
+                name = "global_batch_size" if size == self.global_batch_size else "rampup_batch_size"
+                raise HexadError(
+                    f"MegatronDataSampler: found {name} with {size}, expected a multiple of micro_batch_size "
+                    f"{self.micro_batch_size} x {ranks} data ranks, {whole}"
+                )
+
     def training(self, loader: Any, data: Axis, consumed: Callable[[], int], done: int = 0) -> StepLoader:
         """The loader of a fit: an item is the list of this data rank's microbatches of a step. Steps are
         complete; a pass over the data leaves out what makes none.

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Ranks, arguments of the strategy, and settings of the configuration."""
-EVERY_TIME = ("context", "pipeline")
+EVERY_TIME = ("pipeline",)
 
 
 @pytest.fixture(scope="module")

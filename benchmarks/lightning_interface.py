@@ -1,131 +1,258 @@
-"""Step time of Lightning's strategies: ``HexadStrategy`` beside ``DDPStrategy``, one unchanged module on two
-ranks of a CPU. Fits take turns; reported are medians of steps, and of the ratios of neighbouring fits.
+"""Step time of Lightning's strategies: ``HexadStrategy`` beside ``DDPStrategy``, and on a GPU
+``FSDPStrategy``, with unchanged modules. All run at once and alternate, a step each, loading its batch
+included. On a CPU there are two ranks; on a GPU there is one, whose step has no messages.
 
-    python benchmarks/lightning_interface.py --rounds 3 --output benchmarks/results/lightning_interface.json
+    python benchmarks/lightning_interface.py --rounds 10 --output benchmarks/results/lightning_interface.json
+    python benchmarks/lightning_interface.py --accelerator cuda --precisions 32-true bf16-mixed \\
+        --output benchmarks/results/lightning_interface_gpu.json
 """
 
 import argparse
 import json
-import os
-import subprocess
+import queue
 import sys
-import tempfile
-import time
+import threading
+from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from facts import facts
+import torch
+from facts import facts, machine
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from peers.plain_torch import ADAMW, Llama, Shape
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+from turns import Program, serve, wall
 
-STEPS, WARM_UP = 8, 2
-STRATEGIES = ("ddp", "hexad", "hexad_zero1", "hexad_zero3")
+from hexad.compat.lightning import HexadStrategy
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": DDPStrategy,
+    "ddp_views": lambda: DDPStrategy(gradient_as_bucket_view=True),
+    "zero0": HexadStrategy,
+    "zero1": lambda: HexadStrategy(zero=1),
+    "zero2": lambda: HexadStrategy(zero=2),
+    "zero3": lambda: HexadStrategy(zero=3),
+    "fsdp": FSDPStrategy,
+}
+WITHOUT_GPU = [name for name in STRATEGIES if name != "fsdp"]  # which refuses CPUs
+AHEAD = 3
+"""Steps that are not counted: memory is allocated, algorithms are chosen."""
 
-def fit(strategy: str, file: str) -> None:
-    """One fit, on each of two ranks; the first writes its steps' seconds and losses."""
-    import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from peers.plain_torch import (
-        ADAMW,
-        Llama,
-        Shape,
-        load_reference_weights,
-        random_tokens,
-        reference_weights,
-    )
-    from torch.utils.data import DataLoader, TensorDataset
-
-    import hexad.compat.lightning  # noqa: F401  # registers its strategies
-
-    torch.set_num_threads(1)
-    shape = Shape(sequence=128)
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Llama(shape)
-            load_reference_weights(self.net, reference_weights(shape))
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            tokens = batch[0]
-            logits = self.net(tokens[:, :-1])
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            self.losses.append(float(loss.detach()))
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), weight_decay=0.1, **ADAMW)
-
-    class Clock(Callback):
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.begin = time.perf_counter()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.seconds.append(time.perf_counter() - self.begin)
-
-    tokens = random_tokens(shape)[0]
-    data = TensorDataset(tokens.repeat(STEPS * 2, 1)[: STEPS * 8])
-    clock, module = Clock(), Module()
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_steps=STEPS,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(data, 4, shuffle=False))
-    if trainer.global_rank == 0:
-        result = {"seconds": clock.seconds[WARM_UP:], "losses": module.losses}
-        Path(file).write_text(json.dumps(result), encoding="utf-8")
+# Modules and their batches
 
 
-def measured(strategy: str) -> dict[str, Any]:
-    """A fit's figures, in processes of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "fit.json"
-        command = [sys.executable, __file__, "--fit", strategy, str(file)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, capture_output=True)
-        result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return result
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride) if inputs != outputs else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.convolutions(x) + self.shortcut(x))
+
+
+def resnet(width: int) -> nn.Module:
+    """18 layers for images of 32 x 32; with a width of 64 it has 11M parameters."""
+    widths = [width, width, 2 * width, 4 * width, 8 * width]
+    blocks: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
+        blocks += [Residual(inputs, outputs, 2 if number else 1), Residual(outputs, outputs, 1)]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 100))
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Some samples again and again."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index % len(self.inputs)], self.targets[index % len(self.inputs)]
+
+
+def model_and_data(name: str, accelerator: str) -> tuple[nn.Module, DataLoader[Any]]:
+    """A module, and batches of a rank as large as the device is made for."""
+    gpu = accelerator == "cuda"
+    torch.manual_seed(1)
+    if name == "resnet":
+        rows = 256 if gpu else 32
+        inputs, targets = torch.randn(2 * rows, 3, 32, 32), torch.randint(100, (2 * rows,))
+        return resnet(64 if gpu else 32), DataLoader(Samples(inputs, targets), rows)
+    shape = Shape(hidden=1024, layers=16, ffn_hidden=2816, heads=16, kv_heads=8, sequence=1024)
+    shape = shape if gpu else Shape(sequence=128)
+    rows = 8 if gpu else 4
+    tokens = torch.randint(shape.vocab, (2 * rows, shape.sequence + 1))
+    return Llama(shape), DataLoader(Samples(tokens[:, :-1], tokens[:, 1:]), rows)
+
+
+class Module(LightningModule):
+    def __init__(self, net: nn.Module, fused: bool) -> None:
+        super().__init__()
+        self.net, self.fused = net, fused
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        inputs, targets = batch
+        outputs = self.net(inputs)
+        return cross_entropy(outputs.view(-1, outputs.shape[-1]), targets.reshape(-1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), weight_decay=0.1, **ADAMW | {"fused": self.fused or None})
+
+
+# A rank
+
+
+class Turns(Callback):
+    """Hold a fit after each batch, until the next one is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: queue.Queue[None] = queue.Queue()
+        self.made: queue.Queue[float | BaseException] = queue.Queue()
+
+    def on_train_start(self, *_: Any) -> None:
+        self.made.put(0.0)
+        self.asked.get()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.made.put(float(outputs["loss"]))
+        self.asked.get()
+
+    def step(self, _: str) -> dict[str, Any]:
+        """A step of the fit in another thread."""
+        self.asked.put(None)
+        return {"loss": self.wait()}
+
+    def wait(self) -> float:
+        """Wait until the fit, which has the process group meanwhile, is held; returns the loss."""
+        made = self.made.get()
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+
+def make_step(
+    accelerator: str, strategy: str, model: str, precision: str, clip: str
+) -> Callable[[str], dict[str, Any]]:
+    """The step of a rank; its fit never ends."""
+    turns = Turns()
+
+    def fit() -> None:
+        try:
+            net, data = model_and_data(model, accelerator)
+            trainer = Trainer(
+                strategy=STRATEGIES[strategy](),
+                accelerator=accelerator,
+                devices=ranks(accelerator),
+                precision=precision,  # type: ignore[arg-type]
+                gradient_clip_val=float(clip) or None,
+                max_epochs=-1,
+                callbacks=[turns],
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            # Lightning does not clip in autocast with a fused optimizer.
+            trainer.fit(Module(net, fused="mixed" not in precision or not float(clip)), data)
+        except BaseException as error:
+            turns.made.put(error)
+
+    threading.Thread(target=fit, daemon=True).start()
+    turns.wait()
+    return turns.step
+
+
+def ranks(accelerator: str) -> int:
+    return 1 if accelerator == "cuda" else 2
+
+
+# The comparison
+
+
+def compare(accelerator: str, names: list[str], case: tuple[str, ...], rounds: int) -> list[dict[str, Any]]:
+    """A row per strategy: medians of its steps, and of the ratios to the first one's of the same round."""
+    worker = [sys.executable, __file__, "--worker", accelerator]
+    programs = {name: Program([[*worker, name, *case]] * ranks(accelerator)) for name in names}
+    try:
+        for program in programs.values():
+            program.wait()
+        for _ in range(AHEAD + rounds):
+            for program in programs.values():
+                program.step()
+    finally:
+        for program in programs.values():
+            program.kill()
+    peer = programs[names[0]].steps[AHEAD:]
+    rows = []
+    for name, program in programs.items():
+        steps = program.steps[AHEAD:]
+        ratios = sorted(wall(one) / wall(other) for one, other in zip(steps, peer))
+        cpu = (sum(r["cpu"] for r in one) / sum(r["cpu"] for r in other) for one, other in zip(steps, peer))
+        rows.append(
+            dict(zip(("model", "precision", "clip"), case))
+            | {
+                "strategy": name,
+                "step_seconds": median(map(wall, steps)),
+                "paired": median(ratios),
+                "quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
+                "cpu_ratio": median(cpu),
+                "peak_rss_mb": max(rank["rss"] for rank in steps[-1]),
+                "last_loss": steps[-1][0]["loss"],
+            }
+        )
+    return rows
 
 
 def main() -> None:
-    """Print a table, or fit."""
+    """Print a table, or be a rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES[1:]))
+    parser.add_argument("--accelerator", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--models", nargs="+", default=["llama", "resnet"])
+    parser.add_argument("--precisions", nargs="+", default=["32-true"])
+    parser.add_argument("--clip", nargs="+", default=["0", "1"], help="gradient_clip_val; 0: no clipping")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, help="the first one is the peer")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--fit", nargs=2, metavar=("STRATEGY", "FILE"))
+    parser.add_argument("--worker", nargs=5)
     options = parser.parse_args()
-    if options.fit:
-        fit(*options.fit)
+    if options.worker:
+        serve(lambda: make_step(*options.worker), ranks(options.worker[0]))
         return
-    names = [STRATEGIES[0], *options.strategies]
-    fits: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name in names:
-            fits[name].append(measured(name))
-    seconds = {name: [median(one["seconds"]) for one in each] for name, each in fits.items()}
-    strategies = []
-    for name in names:
-        paired = median(one / other for one, other in zip(seconds[name], seconds["ddp"]))
-        pairs = zip(fits[name][0]["losses"], fits["ddp"][0]["losses"])
-        differ = max(abs(one - other) / other for one, other in pairs)
-        strategies.append(
-            {"strategy": name, "seconds": median(seconds[name]), "paired": paired, "losses_differ_by": differ}
-        )
-        print(f"{name}: {median(seconds[name]):.3f} s, {paired:.3f} of DDP, losses differ by {differ:.1e}")
+    on = options.accelerator
+    names = options.strategies or (WITHOUT_GPU if on == "cpu" else list(STRATEGIES))
+    rows = []
+    for case in product(options.models, options.precisions, options.clip):
+        able = [name for name in names if name != "fsdp" or not float(case[2])]  # it refuses clipping by norm
+        rows += compare(on, able, case, options.rounds)
+        for row in rows[-len(able) :]:
+            low, high = row["quartiles"]
+            print(
+                f"{' '.join(case)} {row['strategy']}: {row['step_seconds']:.4f} s, paired "
+                f"{row['paired']:.3f} ({low:.3f}-{high:.3f}), CPU {row['cpu_ratio']:.3f}, "
+                f"{row['peak_rss_mb']:.0f} MB, loss {row['last_loss']:.6f}",
+                flush=True,
+            )
     if options.output is not None:
-        result = facts() | {"strategies": strategies, "rounds": options.rounds}
+        device = torch.cuda.get_device_name() if on == "cuda" else machine()
+        result = facts() | {"machine": device, "accelerator": on, "fits": rows, "rounds": options.rounds}
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/benchmarks.md`` and ``docs/context.md`` from ``benchmarks/results/*.json``.
+"""Write the tables of ``docs/benchmarks.md`` and other pages from ``benchmarks/results/*.json``.
 
     python benchmarks/report.py [--check]
 
@@ -19,7 +19,9 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 GPU = RESULTS / "gpu"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
-PAGES = tuple(PAGE.parent / f"{name}.md" for name in ("benchmarks", "context", "any-model", "nemo"))
+PAGES = tuple(
+    PAGE.parent / f"{name}.md" for name in ("benchmarks", "context", "any-model", "lightning", "nemo")
+)
 PICTURE = PAGE.parent / "images" / "overlap.svg"
 _SPACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIOS = ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
@@ -46,6 +48,7 @@ def section(name: str) -> str:
         "first_rank": cost_of_start,
         "sets": context_balance,
         "rows": deepspeed_interface,
+        "fits": lightning_interface,
         "plans": transformers_plans,
         "recipes": nemo_recipes,
     }
@@ -251,6 +254,18 @@ def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:
         yield f"| {row['stage']} | {' | '.join(cells)} |"
 
 
+def lightning_interface(results: dict[str, Any]) -> Iterator[str]:
+    """A row per fit: a model, its precision and clipping, and a strategy."""
+    yield "| model | precision | clipping | strategy | wall s | paired (quartiles) | CPU | MB | last loss |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for row in results["fits"]:
+        case = [row["model"], row["precision"], "norm" if float(row["clip"]) else "", f"`{row['strategy']}`"]
+        low, high = row["quartiles"]
+        cells = [f"{row['step_seconds']:.3g}", f"{row['paired']:.2f} ({low:.2f}-{high:.2f})"]
+        cells += [f"{row['cpu_ratio']:.2f}", f"{row['peak_rss_mb']:.0f}", f"{row['last_loss']:.5f}"]
+        yield f"| {' | '.join(case + cells)} |"
+
+
 def roofline(results: dict[str, Any]) -> Iterator[str]:
     """A row per model and tensor degree; before and after."""
     columns = (
@@ -301,7 +316,7 @@ def origin(results: dict[str, Any]) -> Iterator[str]:
     torch = results.get("torch") or results["versions"]["torch"]
     deepspeed = results.get("versions", {}).get("deepspeed")
     versions = f"torch {torch}" + (f", deepspeed {deepspeed}" if deepspeed else "")
-    dtype = "" if "sets" in results else f"; {results.get('dtype', 'fp32')}"
+    dtype = "" if {"sets", "fits"} & results.keys() else f"; {results.get('dtype', 'fp32')}"
     yield f"{results['machine']}; {versions}{dtype}."
     if "command" in results:
         yield f"Command: `{results['command']}`"

@@ -146,8 +146,14 @@ def in_a_plain_loop(tied: bool, plan: dict[str, str]) -> tuple[list[float], dict
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("tied", "world"),
+    [
+        (True, 3),
+        (False, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, 2), (False, 3))),
+    ],
+)
 def test_a_plain_loop_computes_what_one_process_does(tied: bool, world: int, pool: Pool) -> None:
     whole = Model(tied)
     losses = plain_loop(whole, lambda batch: list(batch.split(2)))
@@ -192,12 +198,12 @@ def by_engine(
     return losses, norms, state
 
 
-MORE = ((2, 2, 0), (4, 2, 2), (4, 2, 3), (6, 3, 1))
+MORE = ((2, 2, 0), (4, 2, 1), (4, 2, 2), (3, 3, 3), (6, 3, 1))
 
 
 @pytest.mark.parametrize(
     ("world", "tensor", "zero"),
-    [(4, 2, 1), (3, 3, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    [(4, 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_an_engine_computes_what_one_process_does(
     world: int, tensor: int, zero: int, pool: Pool, tmp_path: Path
@@ -277,7 +283,7 @@ def engine_steps(model: nn.Module, mesh: Mesh) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_sequence_parallel(world: int, pool: Pool) -> None:
     whole = InSequence()
     losses = plain_loop(whole, even)

@@ -25,6 +25,8 @@ USUAL = {
     "mistral": "MistralConfig",
     "cohere": "CohereConfig",
 }
+EVERY_TIME = ("gemma3", "phi3", "gpt_neox")
+"""A plan with norms of heads, one with packed weights, one with biases; all others are slow."""
 
 
 def divided(kind: Kind) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -47,7 +49,10 @@ def largest_difference(kind: Kind, world: int, pool: Pool) -> tuple[float, float
     return of_losses, of_weights
 
 
-@pytest.mark.parametrize("folder", USUAL)
+@pytest.mark.parametrize(
+    "folder",
+    [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.slow) for name in USUAL],
+)
 def test_usual_models(folder: str, pool: Pool) -> None:
     losses, weights = largest_difference(Kind(folder, USUAL[folder]), 2, pool)
     assert losses < 1e-12
@@ -102,7 +107,7 @@ def recomputed(reentrant: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     return trained(model, wide=False)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradient_checkpointing(reentrant: bool, pool: Pool) -> None:
     """The norms of the model are in float32; what a rank leaves out would change the weights by 1e-3."""
     losses, weights = trained(Kind("llama", USUAL["llama"]).build(), wide=False)

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +33,34 @@ def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
     state.give_back()
     assert before - _resident() > 0.8 * size * count * 0.9
     assert all(bool((block == 1).all()) for block in kept)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults")
+def test_what_is_free_is_kept_until_then() -> None:
+    """In a process of its own, whose heap has an end that is free."""
+    program = """
+import resource
+import sys
+import torch
+from hexad.engine import state
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+if "keep" in sys.argv:
+    state.keep_free()
+for _ in range(3):
+    before = faults()
+    blocks = [torch.ones(2**20) for _ in range(32)]  # 128 MiB: 32768 pages
+    del blocks
+print(faults() - before)
+"""
+    counts = {}
+    for argument in ("keep", "leave"):
+        command = [sys.executable, "-c", program, argument]
+        counts[argument] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert counts["keep"] < 1000 < counts["leave"]
 
 
 def test_memory_is_given_back_once_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,6 @@ FIRST = {
     "sequence, data, zero 3": "preference",
     "context": "reward",
     "pipeline, zero 1": "likelihood",
-    "pipeline, context, tensor": "preference",
 }
 """Tried every time; all others are slow."""
 

@@ -123,7 +123,7 @@ class Engine(State):
         self.after_passes: Callable[[], None] | None = None
         self._begun = 0
         self._reduced = False  # there are gradients for an update
-        self._heap = Heap()
+        self._heap = Heap() if self.mesh.device.type == "cpu" else None
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
         self._messages = MessageBuffers(mesh.device)
@@ -275,7 +275,7 @@ class Engine(State):
         self.scaler.update(not math.isfinite(norm))
         self.step += 1
         self.updates += updated
-        if self.mesh.device.type == "cpu":
+        if self._heap is not None:
             self._heap.step_ended()
         return norm, updated, numbers
 

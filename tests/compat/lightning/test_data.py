@@ -1,6 +1,7 @@
 """Loaders: resuming within an epoch, in any layout; evaluation counts every sample once; iterable data."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +82,48 @@ def interrupted(
         return (losses / world).tolist()
 
 
-@pytest.mark.parametrize("iterable", [False, True])
-def test_resumes_within_an_epoch(pool: Pool, tmp_path: Path, iterable: bool) -> None:
+Saved = Callable[[bool], tuple[Path, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Of an iterable data set or another one: where every step is saved, and the losses."""
+
+    @cache
+    def of(iterable: bool) -> tuple[Path, list[float]]:
+        directory = tmp_path_factory.mktemp("whole")
+        return directory, pool.run(2, interrupted, "zero 1", str(directory), None, iterable, 0)[0]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("iterable", "step", "ranks", "strategy"),
+    [
+        (False, 2, 1, "zero 0"),
+        (True, 5, 4, "zero 3"),
+        (False, 4, 2, "zero 2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (False, 5, 4, "zero 3"),
+                (False, 7, 2, "zero 1"),
+                (True, 2, 1, "zero 0"),
+                (True, 4, 2, "zero 2"),
+                (True, 7, 2, "zero 1"),
+            )
+        ),
+    ],
+)
+def test_resumes_within_an_epoch(
+    pool: Pool, saved: Saved, tmp_path: Path, iterable: bool, step: int, ranks: int, strategy: str
+) -> None:
     """After the same samples, shuffled, with other numbers of ranks; from the end of an epoch too."""
-    whole = pool.run(2, interrupted, "zero 1", str(tmp_path / "whole"), None, iterable, 0)[0]
+    directory, whole = saved(iterable)
     assert len(whole) == 8
-    for step, ranks, strategy in ((2, 1, "zero 0"), (5, 4, "zero 3"), (4, 2, "zero 2"), (7, 2, "zero 1")):
-        path = str(tmp_path / "whole" / f"step={step}.ckpt")
-        rest = pool.run(ranks, interrupted, strategy, str(tmp_path / "rest"), path, iterable, 0)[0]
-        torch.testing.assert_close(rest, whole[step:], rtol=1e-9, atol=0)
+    path = str(directory / f"step={step}.ckpt")
+    rest = pool.run(ranks, interrupted, strategy, str(tmp_path), path, iterable, 0)[0]
+    torch.testing.assert_close(rest, whole[step:], rtol=1e-9, atol=0)
 
 
 @pytest.mark.slow
@@ -100,12 +134,10 @@ def test_resumes_with_processes_that_load(tmp_path: Path) -> None:
     torch.testing.assert_close(rest, whole[6:], rtol=1e-9, atol=0)
 
 
-def test_steps_of_other_sizes_are_refused_within_an_epoch(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, interrupted, "zero 1", str(tmp_path), None, False, 0)
-    again = str(tmp_path / "again")
-    path = str(tmp_path / "step=2.ckpt")
+def test_steps_of_other_sizes_are_refused_within_an_epoch(pool: Pool, saved: Saved, tmp_path: Path) -> None:
+    path = str(saved(False)[0] / "step=2.ckpt")
     with pytest.raises(RankError, match="HexadError: train_dataloader: found 16 samples in a step"):
-        pool.run(2, interrupted, "zero 1", again, path, False, 0, 8)
+        pool.run(2, interrupted, "zero 1", str(tmp_path), path, False, 0, 8)
 
 
 def measured(strategy: str, samples: int, batch: int) -> list[float]:
@@ -124,7 +156,10 @@ def measured(strategy: str, samples: int, batch: int) -> list[float]:
         return [*found.values(), sum(len(batch) for batch in predicted)]
 
 
-@pytest.mark.parametrize(("samples", "batch"), [(9, 3), (7, 3), (11, 2), (13, 6)])
+@pytest.mark.parametrize(
+    ("samples", "batch"),
+    [(11, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((9, 3), (7, 3), (13, 6)))],
+)
 def test_evaluation_counts_every_sample_once(pool: Pool, samples: int, batch: int) -> None:
     """As one process does, where Lightning's DDPStrategy counts some twice."""
     alone = pool.run(1, measured, "zero 0", samples, batch)[0]

@@ -160,7 +160,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ),
 }
 """Ranks, data ranks, and arguments of the strategy."""
-EVERY_TIME = ("data, zero 3", "tensor")
+EVERY_TIME = ("data, zero 3",)
 
 
 @pytest.mark.parametrize(

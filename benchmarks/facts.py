@@ -11,7 +11,7 @@ from typing import Any
 
 from hexad import __version__
 
-PACKAGES = ("torch", "deepspeed")
+PACKAGES = ("torch", "deepspeed", "lightning")
 
 
 def facts() -> dict[str, Any]:

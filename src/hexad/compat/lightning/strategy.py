@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -102,7 +102,8 @@ class HexadStrategy(DDPStrategy):
     :class:`HexadModule` in any layout, and modules whose ``configure_model`` divides them
     (:func:`hexad.parallelize`) tensor-parallel.
 
-    Processes are started as by ``DDPStrategy``: by Lightning itself, torchrun or SLURM. Losses, gradients and
+    Processes are started as by ``DDPStrategy``: by Lightning itself, from the script or by ``start_method``,
+    by torchrun or SLURM. Losses, gradients and
     buffers are those of ``DDPStrategy``.
 
     Args:
@@ -115,7 +116,7 @@ class HexadStrategy(DDPStrategy):
         replicas: state is sharded inside groups of ``world / replicas`` ranks, and replicated across.
         schedule: of the pipeline, ``parallel.schedule``.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as of ``DDPStrategy``.
-        process_group_backend, timeout: likewise.
+        process_group_backend, timeout, start_method: likewise.
 
     Raises:
         HexadError: an argument out of range, or expert parallelism.
@@ -141,6 +142,7 @@ class HexadStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         named = {
             "tensor": tensor_model_parallel_size,
@@ -155,7 +157,7 @@ class HexadStrategy(DDPStrategy):
         }
         self.named = {name: value for name, value in named.items() if value is not None}
         self.parallel = _settings(self.named)
-        self.timeout = timeout
+        self.timeout, self.start_method = timeout, start_method
         self._training: ModuleTraining | None = None
         self._synchronised = True
         self._fresh_buffers = False  # those of rank 0 have been sent
@@ -172,6 +174,7 @@ class HexadStrategy(DDPStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            start_method=start_method,
         )
 
     @property
@@ -243,6 +246,12 @@ class HexadStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up the module, and in a fit what trains it."""
         module, self._failed = self.lightning_module, False
+        if self.start_method != "popen" and self._set_up_apart:
+            raise HexadError(
+                f"HexadStrategy: found start_method={self.start_method!r} with a {type(module).__name__}, of "
+                "which every process has its own part; Lightning returns the first one's weights to the "
+                "script only; leave it out"
+            )
         if isinstance(module, EngineModule):
             _check_trainer(trainer, self.precision_plugin, module)
         if isinstance(module, HexadModule):

@@ -81,6 +81,9 @@ FILES = (
 REASONS: tuple[tuple[str, str, str, str], ...] = ()
 """Pattern of the test's name, pattern of its error, kind, reason."""
 
+PROGRAM = "HEXAD_TESTS_OF"
+"""Variable of the environment: ``lightning`` or ``hexad``."""
+
 TESTS = "tests/tests_pytorch/"
 
 WITHOUT_EFFECT = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
@@ -133,7 +136,7 @@ class Tests(OneProcessEach):
 
     def _run(self, item: Any, folder: Path) -> None:
         # The command of other ranks, which DDPStrategy starts.
-        sys.argv = [__file__, "--serve", item.nodeid, *sys.argv[3:5]]
+        sys.argv = [__file__, "--serve", item.nodeid, "--files", str(item.path)]
         if "DDPStrategy object" in repr(getattr(item, "callspec", None)):
             (folder / "used").touch()
         super()._run(item, folder)
@@ -164,14 +167,13 @@ def serve(options: argparse.Namespace) -> None:
     """Run tests, or the one of which this is a rank."""
     import pytest
 
-    if options.program == "hexad":
+    if os.environ[PROGRAM] == "hexad":
         replace_names()
     else:
         note_use()
     arguments = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
     if "LOCAL_RANK" in os.environ:
-        test = options.serve
-        pytest.main([test.partition("::")[0].removeprefix(TESTS), *arguments], plugins=[OtherRank(test)])
+        pytest.main([*options.files, *arguments], plugins=[OtherRank(options.serve)])
         return
     only = json.loads(Path(options.only).read_text(encoding="utf-8")) if options.only else []
     pytest.main([*options.files, *arguments], plugins=[Tests(only, options.timeout)])
@@ -189,9 +191,10 @@ def run_tests(
         names = Path(directory, "only.json")
         names.write_text(json.dumps(list(only)), encoding="utf-8")
         for alone in "0", "1":
-            command = [sys.executable, str(Path(__file__).resolve()), "--serve", "all", "--program", program]
+            command = [sys.executable, str(Path(__file__).resolve()), "--serve", "all"]
             command += ["--timeout", str(options.timeout), *(["--only", str(names)] if only else [])]
             environment = {"PL_RUN_STANDALONE_TESTS": alone, "PYTEST_DEBUG_TEMPROOT": directory}
+            environment[PROGRAM] = program
             tests = (options.source / TESTS).resolve()
             for result in reported([*command, "--files", *files], tests, environment):
                 if "collected" in result or result["error"] == "Requires: [Standalone execution]":
@@ -225,7 +228,6 @@ def main() -> None:
     parser.add_argument("--only-hexad", action="store_true", help="repeat the tests that the output has")
     parser.add_argument("--output", type=Path, help="results; those of other files are kept")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--program", default="hexad", help=argparse.SUPPRESS)
     parser.add_argument("--only", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -261,9 +263,11 @@ def write(options: argparse.Namespace, rows: dict[str, Any]) -> None:
     counts = summary(everything) | {
         name: sum(row[name] for row in rows.values()) for name in ("not_runnable", "other")
     }
-    document = facts() | {"source": commit_of(options.source), "summary": counts, "files": rows}
+    document = facts("lightning") | {"source": commit_of(options.source), "summary": counts, "files": rows}
     options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__" and os.environ.get(PROGRAM) == "hexad":  # a rank that a test has spawned
+    replace_names()

@@ -196,6 +196,18 @@ def test_names_in_lightnings_registry() -> None:
         assert isinstance(trainer.strategy, HexadStrategy) and trainer.strategy.parallel.zero == zero
 
 
+@pytest.mark.parametrize(("tensor", "replicas"), [(1, 4), (2, 2)])
+def test_samples_are_divided_before_ranks_meet(tensor: int, replicas: int) -> None:
+    """Lightning counts the steps of a fit before it starts one, ``trainer.estimated_stepping_batches``."""
+    from lightning.pytorch import Trainer
+
+    from hexad.compat.lightning import HexadStrategy
+
+    strategy = HexadStrategy(tensor_model_parallel_size=tensor)
+    Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": replicas, "rank": 0}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

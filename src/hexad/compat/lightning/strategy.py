@@ -26,6 +26,7 @@ from hexad.config.schema import ParallelSettings
 from hexad.engine.engine import Engine
 from hexad.launching.launch import deterministic
 from hexad.model.configuration import load_config
+from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
@@ -212,22 +213,29 @@ class HexadStrategy(DDPStrategy):
     @property
     def mesh(self) -> Mesh:
         """The ranks, in the layout of the strategy and the configuration; from ``configure_model`` on."""
-        module, ranks = self.lightning_module, self.world_size
+        return world.mesh_in(self._layout(world.world_size()), self.root_device)
+
+    def _layout(self, ranks: int) -> Layout:
+        module, parallel = self.lightning_module, self.parallel
         if isinstance(module, EngineModule):
-            return world.mesh_in(module.layout(ranks, self.named), self.root_device)
-        parallel = self.parallel
+            return module.layout(ranks, self.named)
         if parallel.pipeline * parallel.context > 1:
             raise HexadError(
                 f"HexadStrategy: found {WORDS['pipeline']} {parallel.pipeline} and {WORDS['context']} "
                 f"{parallel.context} with a {type(module).__name__}; these need a HexadModule, or a "
                 "PipelineModule"
             )
-        return world.mesh_of(self.root_device, tensor=parallel.tensor)
+        return Layout(world=ranks, tensor=parallel.tensor)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Data ranks get different samples, the other ranks of one data rank the same."""
-        return {"num_replicas": self.mesh.data.size, "rank": self.mesh.data.rank}
+        """Data ranks get different samples, the other ranks of one data rank the same. Lightning may ask
+        before the process group exists, for the number of steps."""
+        layout = self._layout(self.num_nodes * self.num_processes)
+        return {
+            "num_replicas": layout.degree("data"),
+            "rank": layout.coordinates(self.global_rank)["data"],
+        }
 
     @property
     def _set_up_apart(self) -> bool:
@@ -385,7 +393,8 @@ class HexadStrategy(DDPStrategy):
             return unrepeated(dataloader)
         overfit = module.trainer.overfit_batches  # type: ignore[attr-defined]
         if stage == RunningStage.TRAINING and not overfit:
-            return resumable(dataloader, self.mesh.data.size, partial(batches_done, module.trainer))
+            ranks = self.distributed_sampler_kwargs["num_replicas"]
+            return resumable(dataloader, ranks, partial(batches_done, module.trainer))
         return dataloader
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

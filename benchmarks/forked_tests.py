@@ -119,8 +119,10 @@ def report_rank(rank: str, error: str) -> None:
 
 
 def short(message: str) -> str:
-    """One line of an error."""
+    """One line of an error; of a process that another one has started, its last."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if "ProcessRaisedException" in message:
+        lines = lines[-1:]
     return " / ".join(lines[:2])[:300] if lines else ""
 
 

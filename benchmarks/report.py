@@ -47,7 +47,7 @@ def section(name: str) -> str:
         "sets": context_balance,
         "rows": deepspeed_interface,
         "plans": transformers_plans,
-        "files": lightning_tests,
+        "source": lightning_tests,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
@@ -299,7 +299,7 @@ def origin(results: dict[str, Any]) -> Iterator[str]:
     torch = results.get("torch") or results["versions"]["torch"]
     peers = [item for item in results.get("versions", {}).items() if item[0] in ("deepspeed", "lightning")]
     versions = ", ".join(f"{name} {version}" for name, version in [("torch", torch), *peers])
-    dtype = "" if "sets" in results or "files" in results else f"; {results.get('dtype', 'fp32')}"
+    dtype = "" if "sets" in results or "source" in results else f"; {results.get('dtype', 'fp32')}"
     yield f"{results['machine']}; {versions}{dtype}."
     if "command" in results:
         yield f"Command: `{results['command']}`"

@@ -22,17 +22,10 @@ difference of the interface. Failures without an entry are reported as ``unexpla
 
 import argparse
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 import traceback
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from facts import facts
+from forked_tests import OneProcessEach, commit_of, explain, kind_of, report_rank, reported, short, summary
 
 FILES: dict[str, int | None] = {
     "launcher/test_ds_arguments.py": None,
@@ -155,9 +149,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
 PACKAGES_OWN = ("accelerator", "comm")
 """Modules of the package that the harness needs."""
 
-GRACE = 5.0
-"""Seconds that the other ranks of a test have after one has failed."""
-
 
 # In the process of a file
 
@@ -268,92 +259,13 @@ def _of_interface(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith(("hexad.compat.deepspeed", "hexad.compat.facade"))
 
 
-class OneProcessEach:
-    """A plugin of pytest that runs each test in a process of its own and reports a line of JSON for each."""
-
-    def __init__(self, most: int | None, only: Iterable[str], timeout: float) -> None:
-        self.most, self.only, self.timeout = most, set(only), timeout
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Choose the tests."""
-        emit({"collected": len(items)})
-        if self.only:
-            items[:] = [item for item in items if item.nodeid in self.only]
-        elif self.most is not None and len(items) > self.most:
-            items[:] = [items[number * len(items) // self.most] for number in range(self.most)]
-
-    def pytest_collectreport(self, report: Any) -> None:
-        """Report files that cannot be imported."""
-        if report.failed:
-            emit({"test": report.nodeid, "outcome": "failed", "error": str(report.longrepr).splitlines()[-1]})
-
-    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> bool:
-        """Run a test."""
-        with tempfile.TemporaryDirectory() as directory:
-            os.environ["HEXAD_REPORTS"] = directory
-            begin, folder = time.monotonic(), Path(directory)
-            child = os.fork()
-            if not child:
-                os.setsid()
-                _run(item, folder)
-            report = self._wait(child, folder)
-            emit({"test": item.nodeid, **report, "seconds": round(time.monotonic() - begin, 1)})
-        return True
-
-    def _wait(self, child: int, folder: Path) -> dict[str, str]:
-        end, ended, failing = time.monotonic() + self.timeout, False, False
-        while not ended and time.monotonic() < end:
-            time.sleep(0.02)
-            ended = bool(os.waitpid(child, os.WNOHANG)[0])
-            if not failing and any(folder.glob("rank*")):
-                failing, end = True, time.monotonic() + GRACE
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        if not ended:
-            os.waitpid(child, 0)
-        errors = [path.read_text() for path in sorted(folder.glob("rank*"))]
-        if errors:  # the first of those that are no consequence of another rank's end
-            own = [error for error in errors if "onnection" not in error] or errors
-            return {"outcome": "failed", "error": own[0]}
-        if (folder / "report").exists():
-            return dict(json.loads((folder / "report").read_text()))
-        return {
-            "outcome": "failed",
-            "error": "the process ended" if ended else f"no end in {self.timeout:g} s",
-        }
-
-
-def _run(item: Any, folder: Path) -> None:
-    """A test, in its own process; does not return."""
-    from _pytest.runner import runtestprotocol
-
-    silence = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    report = {"outcome": "passed", "error": ""}
-    try:
-        for phase in runtestprotocol(item, log=False, nextitem=None):
-            if phase.failed:
-                crash = getattr(phase.longrepr, "reprcrash", None)
-                report = {
-                    "outcome": "failed",
-                    "error": _short(crash.message if crash else str(phase.longrepr)),
-                }
-                break
-            if phase.skipped:
-                reason = phase.longrepr[-1] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
-                report = {"outcome": "skipped", "error": _short(reason.removeprefix("Skipped: "))}
-    except BaseException as error:  # of the harness
-        report = {"outcome": "failed", "error": _short(f"{type(error).__name__}: {error}")}
-    (folder / "partial").write_text(json.dumps(report))
-    (folder / "partial").rename(folder / "report")
-    os._exit(0)
-
-
-def _short(message: str) -> str:
-    """One line of an error."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " / ".join(lines[:2])[:300] if lines else ""
+def chosen(most: int | None, only: set[str], items: list[Any]) -> list[Any]:
+    """Tests named, or at most so many, evenly spaced."""
+    if only:
+        return [item for item in items if item.nodeid in only]
+    if most is None or len(items) <= most:
+        return items
+    return [items[number * len(items) // most] for number in range(most)]
 
 
 def report_ranks() -> None:
@@ -373,22 +285,12 @@ def report_ranks() -> None:
         except Skipped:
             raise
         except BaseException as error:
-            path = Path(os.environ["HEXAD_REPORTS"]) / f"rank{local_rank}"
             said = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
-            text = _short(f"{type(error).__name__}: {said}")
-            path.with_name(f".{path.name}").write_text(text)
-            path.with_name(f".{path.name}").rename(path)
+            text = short(f"{type(error).__name__}: {said}")
+            report_rank(str(local_rank), text)
             raise RuntimeError(text) from None  # which can be pickled
 
     DistributedExec._dist_run = reporting
-
-
-def emit(line: Mapping[str, Any]) -> None:
-    """To the process that writes the results."""
-    print(_MARK + json.dumps(line), file=sys.__stdout__, flush=True)
-
-
-_MARK = "\x1e"
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -403,7 +305,7 @@ def serve(options: argparse.Namespace) -> None:
         adapt()
     report_ranks()
     with tempfile.TemporaryDirectory() as directory:
-        plugin = OneProcessEach(options.most, options.only, options.timeout)
+        plugin = OneProcessEach(partial(chosen, options.most, set(options.only)), options.timeout)
         arguments = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--basetemp", f"{directory}/tests"]
         pytest.main([f"unit/{options.serve}", *arguments], plugins=[plugin])
 
@@ -429,49 +331,14 @@ def run_file(
     command += ["--most", str(most)] if most is not None else []
     command += ["--only", *only] if only else []
     tests = (options.source / "tests").resolve()
-    path = os.pathsep.join([str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH", "")])
-    environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    process = subprocess.Popen(
-        command, cwd=tests, env=os.environ | environment, stdout=subprocess.PIPE, text=True, errors="replace"
-    )
     collected, outcomes = 0, []
-    assert process.stdout is not None
-    for line in process.stdout:
-        if _MARK not in line:
-            continue
-        result = json.loads(line.partition(_MARK)[2])
+    for result in reported(command, tests, {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8"}):
         if "collected" in result:
             collected = result["collected"]
             continue
         outcomes.append(result | {"test": result["test"].removeprefix("unit/")})
         print(f"{program} {outcomes[-1]['test']}: {result['outcome']} {result['error']}", flush=True)
-    process.wait()
     return collected, outcomes
-
-
-def explain(result: dict[str, Any]) -> None:
-    """Add the kind of a failure, and its reason."""
-    if result["outcome"] != "failed":
-        return
-    for test, error, kind, reason in REASONS:
-        if re.search(test, result["test"]) and re.search(error, result["error"]):
-            result |= {"kind": kind, "reason": reason}
-            return
-    result |= {"kind": "unexplained", "reason": ""}
-
-
-def kind_of(result: Mapping[str, Any]) -> str:
-    """How a test is counted."""
-    if result["outcome"] == "failed":
-        return "fails with the package" if result.get("package") == "failed" else str(result["kind"])
-    return str(result["outcome"])
-
-
-def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Numbers of tests; ``applicable`` are those that passed or differ."""
-    counts = Counter(kind_of(result) for result in results)
-    applicable = counts["passed"] + counts["differs"] + counts["unexplained"]
-    return {"applicable": applicable, **dict(sorted(counts.items()))}
 
 
 def main() -> None:
@@ -492,6 +359,8 @@ def main() -> None:
         return
     if options.source is None:
         parser.error("--source: found none; give a checkout of https://github.com/deepspeedai/DeepSpeed")
+    version = (options.source / "version.txt").read_text(encoding="utf-8").strip()
+    source = f"{version}, commit {commit_of(options.source)}"
     rows: dict[str, Any] = {}
     if options.output and options.output.exists():
         rows = json.loads(options.output.read_text(encoding="utf-8"))["files"]
@@ -506,9 +375,9 @@ def main() -> None:
         rows[file] = {"collected": collected, "run": len(results), "tests": results}
         for row in rows.values():
             for outcome in row["tests"]:
-                explain(outcome)
+                explain(outcome, REASONS)
         if options.output:
-            document = facts() | {"source": version_of(options.source), "summary": {}, "files": rows}
+            document = facts() | {"source": source, "summary": {}, "files": rows}
             document["summary"] = summary(result for row in rows.values() for result in row["tests"])
             options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     everything = [result for row in rows.values() for result in row["tests"]]
@@ -518,14 +387,6 @@ def main() -> None:
     for outcome in everything:
         if kind_of(outcome) == "unexplained":
             print("unexplained:", outcome["test"], outcome["error"])
-
-
-def version_of(source: Path) -> str:
-    """Of a checkout."""
-    commit = subprocess.run(
-        ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    return f"{(source / 'version.txt').read_text(encoding='utf-8').strip()}, commit {commit.stdout.strip()}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/benchmarks.md`` and other pages from ``benchmarks/results/*.json``.
+"""Write the tables of pages in ``docs`` from ``benchmarks/results/*.json``.
 
     python benchmarks/report.py [--check]
 
@@ -51,6 +51,7 @@ def section(name: str) -> str:
         "fits": lightning_interface,
         "plans": transformers_plans,
         "recipes": nemo_recipes,
+        "source": lightning_tests,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
@@ -242,6 +243,34 @@ def _files(names: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(name.partition(":")[0] for name in names))
 
 
+def lightning_tests(results: dict[str, Any]) -> Iterator[str]:
+    """A row per file of Lightning's tests, and one per reason of failures."""
+    counted = ("passed", "differs", "unexplained")
+    rows = []
+    for file, row in results["files"].items():
+        kinds = [test.get("kind", test["outcome"]) for test in row["tests"]]
+        if kinds:
+            others = sum(kind not in counted for kind in kinds)
+            cells = [kinds.count("passed"), sum(kind in counted for kind in kinds), others or ""]
+            rows.append([f"`{file}`", *map(str, cells)])
+    summary = results["summary"]
+    others = sum(summary.get(kind, 0) for kind in ("internal", "refused", "skipped"))
+    rows.append(["all", *map(str, (summary["passed"], summary["applicable"], others))])
+    yield from _table("file of `tests/tests_pytorch` | passed | that apply | that do not", rows)
+    failures = [test for row in results["files"].values() for test in row["tests"] if "reason" in test]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for test in failures:
+        names = reasons.setdefault((test["kind"], test["reason"]), [])
+        names.append(test["test"].partition("::")[2].partition("[")[0].rpartition("::")[2])
+    yield from _table(
+        "failures | kind | reason | tests",
+        (
+            [str(len(names)), kind, reason, ", ".join(f"`{name}`" for name in dict.fromkeys(names))]
+            for (kind, reason), names in sorted(reasons.items(), key=lambda item: item[0])
+        ),
+    )
+
+
 def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:
     """A row per ZeRO level: the script with Hexad's API and with the package."""
     yield "| ZeRO | Hexad s | DeepSpeed s | ratio: wall | paired | CPU | MB | loss, last step |"
@@ -314,9 +343,9 @@ def context_balance(results: dict[str, Any]) -> Iterator[str]:
 def origin(results: dict[str, Any]) -> Iterator[str]:
     """Where the figures come from."""
     torch = results.get("torch") or results["versions"]["torch"]
-    deepspeed = results.get("versions", {}).get("deepspeed")
-    versions = f"torch {torch}" + (f", deepspeed {deepspeed}" if deepspeed else "")
-    dtype = "" if {"sets", "fits"} & results.keys() else f"; {results.get('dtype', 'fp32')}"
+    peers = [item for item in results.get("versions", {}).items() if item[0] in ("deepspeed", "lightning")]
+    versions = ", ".join(f"{name} {version}" for name, version in [("torch", torch), *peers])
+    dtype = "" if {"sets", "fits", "source"} & results.keys() else f"; {results.get('dtype', 'fp32')}"
     yield f"{results['machine']}; {versions}{dtype}."
     if "command" in results:
         yield f"Command: `{results['command']}`"

@@ -197,6 +197,18 @@ def test_names_in_lightnings_registry() -> None:
         assert isinstance(trainer.strategy, HexadStrategy) and trainer.strategy.parallel.zero == zero
 
 
+@pytest.mark.parametrize(("tensor", "replicas"), [(1, 4), (2, 2)])
+def test_samples_are_divided_before_ranks_meet(tensor: int, replicas: int) -> None:
+    """Lightning counts the steps of a fit before it starts one, ``trainer.estimated_stepping_batches``."""
+    from lightning.pytorch import Trainer
+
+    from hexad.compat.lightning import HexadStrategy
+
+    strategy = HexadStrategy(tensor_model_parallel_size=tensor)
+    Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False, enable_checkpointing=False)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": replicas, "rank": 0}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -243,6 +255,58 @@ if __name__ == "__main__":
     if trainer.is_global_zero:
         print("ranks", trainer.world_size, "loss", float(trainer.callback_metrics["test_loss"]))
 """
+
+
+FORKING = """
+import sys, torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from hexad.compat.lightning import HexadStrategy
+from tests.compat.lightning.modules import Classifier, loader
+
+def trained(strategy, options, module=None):
+    torch.manual_seed(5)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    module = module or Classifier()
+    trainer.fit(module, data, **options)
+    return trainer, module
+
+if __name__ == "__main__":
+    method, data = sys.argv[1], loader("classifier", 12, torch.float32, False)
+    _, expected = trained(DDPStrategy(start_method=method), {})
+    trainer, module = trained(HexadStrategy(start_method=method, zero=3), {})
+    torch.testing.assert_close(module.state_dict(), expected.state_dict())
+    assert trainer.test(module, data, verbose=False)[0].keys() == {"test_loss"}
+    trainer.save_checkpoint("model.ckpt")  # of weights: the optimizer's state was the processes'
+    strategy = HexadStrategy(start_method=method, zero=1)
+    _, module = trained(strategy, {"ckpt_path": "model.ckpt", "weights_only": False}, Classifier(lr=0.0))
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, trainer.model.get_parameter(name)), name
+    try:
+        trained(HexadStrategy(start_method=method, tensor_model_parallel_size=2), {})
+    except Exception as error:
+        print(str(error).splitlines()[-1])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_of_a_notebook(tmp_path: Path, method: str) -> None:
+    """Ranks that are forked or spawned: weights return to the script, as with DDPStrategy."""
+    (tmp_path / "script.py").write_text(FORKING)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "script.py", method]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    message = f"found start_method='{method}' with a Classifier, of which every process has its own part"
+    assert message in done.stdout
+
+
+def test_a_file_is_replaced(pool: Pool, tmp_path: Path) -> None:
+    """One of another strategy, whose directory is used on."""
+    (tmp_path / "saved.ckpt").write_text("of DDPStrategy")
+    assert pool.run(2, attempted, "Classifier", "zero 1", str(tmp_path), {})
+    assert (tmp_path / "saved.ckpt" / "manifest.json").is_file()
 
 
 @pytest.mark.slow

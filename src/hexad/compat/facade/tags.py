@@ -73,8 +73,10 @@ class TagDirectory(CheckpointDirectory):
 
     @staticmethod
     def _remove(path: Path) -> None:
-        if path.exists():
+        if path.is_dir():
             shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def save(

@@ -119,7 +119,7 @@ def save(
         progress |= fit.engine.progress()
         if fit.released and mesh.tensor.size == 1:
             _take_changes(chunks, module)
-    optimizer = "optimizer_states" in checkpoint and fit is not None
+    optimizer = "optimizer_states" in checkpoint  # of which there is none before a fit
     if not optimizer:
         progress.pop("optimizer", None)
     wanted = [
@@ -356,7 +356,8 @@ def read_checkpoint(path: str | os.PathLike[str], weights_only: bool | None = No
         state = {name: read("model", name) for name in result["state_dict"]}
         result["state_dict"] = state | {name: state[first] for name, first in names["aliases"].items()}
         if "optimizer_states" in result:
-            result["optimizer_states"] = [_optimizer_state(manifest, kept["groups"], read)]
+            groups = kept["groups"]
+            result["optimizer_states"] = [_optimizer_state(manifest, groups, read)] if groups else []
     return result
 
 

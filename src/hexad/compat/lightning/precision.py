@@ -58,6 +58,10 @@ class EnginePrecision(Precision):
 
     fit: Fit
 
+    def __reduce__(self) -> Any:
+        """Processes that Lightning spawns get a plugin by the class that this one's has been made of."""
+        return _unfilled, (type(self).__bases__[1],), self.__dict__
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert a module's format, but not of one whose engine has its parameters."""
         return module if has_engine(module) else super().convert_module(module)
@@ -124,3 +128,8 @@ def adapted_class(kind: type[Precision]) -> type[EnginePrecision]:
     """The class of an adapted plugin; checkpoints name a plugin's state by its class."""
     body = {"__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (EnginePrecision, kind), body)
+
+
+def _unfilled(kind: type[Precision]) -> EnginePrecision:
+    made = adapted_class(kind)  # type: ignore[arg-type]
+    return made.__new__(made)

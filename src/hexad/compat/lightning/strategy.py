@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -26,6 +26,7 @@ from hexad.config.schema import ParallelSettings
 from hexad.engine.engine import Engine
 from hexad.launching.launch import deterministic
 from hexad.model.configuration import load_config
+from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
@@ -102,7 +103,8 @@ class HexadStrategy(DDPStrategy):
     :class:`HexadModule` in any layout, and modules whose ``configure_model`` divides them
     (:func:`hexad.parallelize`) tensor-parallel.
 
-    Processes are started as by ``DDPStrategy``: by Lightning itself, torchrun or SLURM. Losses, gradients and
+    Processes are started as by ``DDPStrategy``: by Lightning itself, from the script or by ``start_method``,
+    by torchrun or SLURM. Losses, gradients and
     buffers are those of ``DDPStrategy``.
 
     Args:
@@ -115,7 +117,7 @@ class HexadStrategy(DDPStrategy):
         replicas: state is sharded inside groups of ``world / replicas`` ranks, and replicated across.
         schedule: of the pipeline, ``parallel.schedule``.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as of ``DDPStrategy``.
-        process_group_backend, timeout: likewise.
+        process_group_backend, timeout, start_method: likewise.
 
     Raises:
         HexadError: an argument out of range, or expert parallelism.
@@ -141,6 +143,7 @@ class HexadStrategy(DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         named = {
             "tensor": tensor_model_parallel_size,
@@ -154,7 +157,7 @@ class HexadStrategy(DDPStrategy):
             "schedule": schedule,
         }
         self.use({name: value for name, value in named.items() if value is not None})
-        self.timeout = timeout
+        self.timeout, self.start_method = timeout, start_method
         self._training: ModuleTraining | None = None
         self._synchronised = True
         self._fresh_buffers = False  # those of rank 0 have been sent
@@ -171,6 +174,7 @@ class HexadStrategy(DDPStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
+            start_method=start_method,
         )
 
     def use(self, named: Mapping[str, Any]) -> None:
@@ -223,22 +227,29 @@ class HexadStrategy(DDPStrategy):
     @property
     def mesh(self) -> Mesh:
         """The ranks, in the layout of the strategy and the configuration; from ``configure_model`` on."""
-        module, own, ranks = self.lightning_module, self.engine_module, self.world_size
+        return world.mesh_in(self._layout(world.world_size()), self.root_device)
+
+    def _layout(self, ranks: int) -> Layout:
+        module, own, parallel = self.lightning_module, self.engine_module, self.parallel
         if own is not None:
-            return world.mesh_in(own.layout(ranks, self.named), self.root_device)
-        parallel = self.parallel
+            return own.layout(ranks, self.named)
         if parallel.pipeline * parallel.context > 1:
             raise HexadError(
                 f"HexadStrategy: found {WORDS['pipeline']} {parallel.pipeline} and {WORDS['context']} "
                 f"{parallel.context} with a {type(module).__name__}; these need a HexadModule, or a "
                 "PipelineModule"
             )
-        return world.mesh_of(self.root_device, tensor=parallel.tensor)
+        return Layout(world=ranks, tensor=parallel.tensor)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Data ranks get different samples, the other ranks of one data rank the same."""
-        return {"num_replicas": self.mesh.data.size, "rank": self.mesh.data.rank}
+        """Data ranks get different samples, the other ranks of one data rank the same. Lightning may ask
+        before the process group exists, for the number of steps."""
+        layout = self._layout(self.num_nodes * self.num_processes)
+        return {
+            "num_replicas": layout.degree("data"),
+            "rank": layout.coordinates(self.global_rank)["data"],
+        }
 
     @property
     def _set_up_apart(self) -> bool:
@@ -257,6 +268,12 @@ class HexadStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set up the module, and in a fit what trains it."""
         module, self._failed = self.engine_module, False
+        if self.start_method != "popen" and self._set_up_apart:
+            raise HexadError(
+                f"HexadStrategy: found start_method={self.start_method!r} with a "
+                f"{type(self.lightning_module).__name__}, of which every process has its own part; Lightning "
+                "returns the first one's weights to the script only; leave it out"
+            )
         if module is not None:
             _check_trainer(trainer, self.precision_plugin, module)
         if isinstance(module, HexadModule):
@@ -390,7 +407,8 @@ class HexadStrategy(DDPStrategy):
             return unrepeated(dataloader)
         overfit = module.trainer.overfit_batches  # type: ignore[attr-defined]
         if stage == RunningStage.TRAINING and not overfit:
-            return resumable(dataloader, self.mesh.data.size, partial(batches_done, module.trainer))
+            ranks = self.distributed_sampler_kwargs["num_replicas"]
+            return resumable(dataloader, ranks, partial(batches_done, module.trainer))
         return dataloader
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:

@@ -96,7 +96,7 @@ def model_and_data(name: str, accelerator: str) -> tuple[nn.Module, DataLoader[A
         return resnet(64 if gpu else 32), DataLoader(Samples(inputs, targets), rows)
     shape = Shape(hidden=1024, layers=16, ffn_hidden=2816, heads=16, kv_heads=8, sequence=1024)
     shape = shape if gpu else Shape(sequence=128)
-    rows = 2 if gpu else 4
+    rows = 4
     tokens = torch.randint(shape.vocab, (2 * rows, shape.sequence + 1))
     return Llama(shape), DataLoader(Samples(tokens[:, :-1], tokens[:, 1:]), rows)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hexad.checkpoint.tensor_file import Chunk, dtype_name
 from hexad.comm import agreed, broadcast, merged
 from hexad.config import Config, ConfigError, HexadError, one_line
-from hexad.parallel.inventory import Grid
+from hexad.parallel.inventory import Grid, Position
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
 from hexad.planning import check_settings, resolved_parallel, with_dtype
@@ -154,7 +154,10 @@ class Modules:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
                 differ on the ranks of a stage; the same on all ranks.
         """
-        everything = [(stage, _tied(declared, ties)) for stage, declared in stage_parameters(stages)]
+        everything = [
+            (stage, _tied(_placed(declared, mesh.tensor), ties))
+            for stage, declared in stage_parameters(stages)
+        ]
         untrained = _untrained(
             stages, {declared.parameter for _, declared in everything if not declared.plain}
         )
@@ -314,6 +317,13 @@ def _check(
             raise HexadError(
                 f"{name}: found {parameter.dtype}; train its real and imaginary part as two parameters"
             )
+
+
+def _placed(declared: Declared, tensor: Axis) -> Declared:
+    """A plain parameter with this rank's place among the tensor ranks that compute parts of its gradient."""
+    if not declared.plain or not declared.declaration.weights[0].partial:
+        return declared
+    return replace(declared, positions={"tensor": Position(tensor.rank, tensor.size)})
 
 
 def _tied(declared: Declared, ties: Ties) -> Declared:

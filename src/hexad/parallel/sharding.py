@@ -246,16 +246,9 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
                 declared[parameter] = Declared(parameter, declaration, module.shard.positions)
             else:
                 declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
-                positions = _tensor_place(stage) if declaration.weights[0].partial else {}
-                declared[parameter] = Declared(parameter, declaration, positions, plain=True)
+                declared[parameter] = Declared(parameter, declaration, {}, plain=True)
             last[parameter] = stage
     return list(declared.values())
-
-
-def _tensor_place(stage: nn.Module) -> Positions:
-    """This rank's place among the tensor ranks of a stage's sharded modules."""
-    shards = (module.shard.positions for module in stage.modules() if isinstance(module, ShardedModule))
-    return next(({"tensor": places["tensor"]} for places in shards if "tensor" in places), {})
 
 
 def _placed(declaration: Parameter, path: str) -> Parameter:

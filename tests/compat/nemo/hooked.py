@@ -60,7 +60,7 @@ def fitted(
             metrics = trainer.callback_metrics
             seen["losses"].append(float(metrics["reduced_train_loss"]))
             seen["norms"].append(float(metrics["grad_norm"]))
-            seen["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
+            seen["rates"].append(float(metrics["lr"]))
             trainer.should_stop = trainer.global_step == stop
 
         def on_validation_end(self, trainer: Any, *_: Any) -> None:
@@ -84,6 +84,93 @@ def fitted(
             trainer.save_checkpoint(path)
         result = {**seen, "samples": strategy.engine_module.engine.samples}
         return {**result, "config": vars(module.config)}
+
+
+def evaluated(given: dict[str, Any]) -> dict[str, Any]:
+    """Fit the example with dropout and an optimizer of PyTorch; evaluate it during the fit and after it."""
+    from lightning.pytorch import LightningModule
+
+    from hexad.compat.nemo import MegatronStrategy
+
+    bert = example()
+
+    class Dropping(bert.BertModule):  # type: ignore[name-defined, misc]
+        def __init__(self, config: Any) -> None:
+            LightningModule.__init__(self)
+            self.config = config
+
+        def configure_model(self) -> None:
+            super().configure_model()
+            for layer in self.module.layers.values():
+                layer.register_forward_hook(lambda m, _, x: nn.functional.dropout(x, 0.5, m.training))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+        test_step = bert.BertModule.validation_step
+        test_loss_reduction = bert.BertModule.validation_loss_reduction
+
+    class Data(bert.Text):  # type: ignore[name-defined, misc]
+        test_dataloader = bert.Text.val_dataloader
+
+    with launched():
+        options: dict[str, Any] = {"max_steps": STEPS, "val_check_interval": STEPS, "num_sanity_val_steps": 0}
+        trainer = trainer_of(
+            MegatronStrategy(**given), limit_val_batches=2, limit_test_batches=2, callbacks=[], **options
+        )
+        config = bert.BertConfig(params_dtype=torch.float64, hidden_size=16, seq_length=12)
+        module, data = Dropping(config), Data(config.seq_length, MICRO, GLOBAL)
+        trainer.fit(module, data)
+        losses = [float(trainer.callback_metrics["val_loss"])]
+        losses.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+        losses.append(trainer.test(module, data, verbose=False)[0]["test_loss"])
+        engine = trainer.strategy.engine_module.engine  # type: ignore[attr-defined]
+        return {"losses": losses, "clip": engine.config.optimizer.clip}
+
+
+def marked(ranks: int) -> list[float]:
+    """Losses of a stage of plain modules, of which a norm computes with this rank's tokens."""
+    from lightning.pytorch import Callback
+
+    from hexad.compat.megatron import mappings
+    from hexad.compat.nemo import MegatronStrategy
+
+    bert = example()
+    losses: list[float] = []
+
+    class Seen(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            losses.append(float(trainer.callback_metrics["reduced_train_loss"]))
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            options = {"dtype": torch.float64}
+            self.words = nn.Embedding(bert.VOCAB, 8, **options)  # type: ignore[arg-type]
+            self.norm = nn.LayerNorm(8, **options)  # type: ignore[arg-type]
+            self.head = nn.Linear(8, bert.VOCAB, **options)  # type: ignore[arg-type]
+            for parameter in self.norm.parameters():
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+        def set_input_tensor(self, _: Any) -> None:
+            """Not needed."""
+
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            x = self.norm(mappings.scatter_to_sequence_parallel_region(self.words(tokens).transpose(0, 1)))
+            x = mappings.gather_from_sequence_parallel_region(x**2, tensor_parallel_output_grad=False)
+            return nn.functional.cross_entropy(self.head(x).permute(1, 2, 0), labels, reduction="none")
+
+    class Module(bert.BertModule):  # type: ignore[name-defined, misc]
+        def configure_model(self) -> None:
+            self.module = Plain()
+
+    with launched():
+        strategy = MegatronStrategy(tensor_model_parallel_size=ranks, sequence_parallel=True)
+        trainer = trainer_of(strategy, max_steps=STEPS, limit_val_batches=0, callbacks=[Seen()])
+        config = bert.BertConfig(params_dtype=torch.float64, hidden_size=8, seq_length=12)
+        trainer.fit(Module(config, optimizer()), bert.Text(12, MICRO, GLOBAL))
+    return losses
 
 
 def plain() -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ import pytest
 
 from ...pool import Pool, RankError
 from . import hooked
-from .hooked import fitted, plain
+from .hooked import evaluated, fitted, marked, plain
 
 pytest.importorskip("lightning")
 
@@ -75,10 +75,31 @@ def test_resumed_in_another_layout(pool: Pool, tmp_path: Path, sampler: dict[str
     assert after["samples"] == alone["samples"]
 
 
+@pytest.mark.parametrize("given", [{}, {"pipeline_model_parallel_size": 2}], ids=["alone", "pipeline"])
+def test_evaluations(pool: Pool, given: dict[str, Any]) -> None:
+    """The weights that were trained, without dropout, during a fit and after it."""
+    for found in pool.run(given.get("pipeline_model_parallel_size", 1), evaluated, given):
+        during, after, tested = found["losses"]
+        assert after == pytest.approx(during, rel=1e-6)  # a metric of fp32
+        assert tested == pytest.approx(after, rel=1e-9)
+        assert found["clip"] == 0.0
+
+
+def test_marked_parameters_of_plain_modules(pool: Pool) -> None:
+    """Gradients of ``sequence_parallel`` parameters are summed in a stage without sharded modules."""
+    alone = pool.run(1, marked, 1)[0]
+    assert pool.run(2, marked, 2)[0] == pytest.approx(alone, rel=1e-6)  # metrics of fp32
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "context": ({"context_parallel_size": 2}, {}, "BertModule: found context_parallel_size=2"),
     "clipping": ({}, {"gradient_clip_val": 1.0}, "set OptimizerConfig.clip_grad"),
     "accumulation": ({}, {"accumulate_grad_batches": 2}, "found accumulate_grad_batches=2"),
+    "steps": (
+        {},
+        {"max_steps": -1, "max_epochs": 1},
+        "found max_steps=-1 with CosineAnnealingScheduler, whose rates depend on it",
+    ),
     "sizes": ({}, {"max_steps": 1}, "rampup_batch_size with 3, expected a multiple of"),
 }
 

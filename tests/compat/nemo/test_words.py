@@ -127,6 +127,28 @@ def test_other_samplers() -> None:
     assert [sorted(step) for step in steps_of(turns, 17, 2)] == [list(range(8)), list(range(8, 16))]
 
 
+def test_too_few_samples() -> None:
+    from torch.utils.data import DataLoader
+
+    from hexad.compat.nemo import MegatronDataSampler
+    from hexad.topology.mesh import Axis
+
+    with pytest.raises(HexadError, match="found 6 samples, less than a step of 8"):
+        steps_of(MegatronDataSampler(8, 2, 8, [4, 4, 8]), 6, 1)
+    loader = DataLoader(Numbers(6), collate_fn=list)  # type: ignore[arg-type, var-annotated]
+    with pytest.raises(HexadError, match="found 6 samples to evaluate, less than a step of 8"):
+        MegatronDataSampler(8, 2, 8).evaluation(loader, Axis("data", (0,), 0), True)
+
+
+def test_arguments_of_schedules() -> None:
+    """In NeMo's order."""
+    from hexad.compat.nemo import lr_scheduler
+
+    schedule = lr_scheduler.WarmupPolicyScheduler(5, None, 100)
+    assert (schedule.warmup_steps, schedule.max_steps) == (5, 100)
+    assert schedule.settings(-1) == {"kind": "constant", "warmup": 6}
+
+
 def _recipe(**change: Any) -> Callable[[], Any]:
     """Settings of a recipe, with some objects' arguments changed."""
 

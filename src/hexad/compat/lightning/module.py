@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -218,6 +218,18 @@ class EngineModule(LightningModule):
 
     def discard(self) -> None:
         """No-op: a step begins without gradients."""
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """The stages are in evaluation mode, which a trainer sets in its module only; then as before."""
+        modes = [(part, part.training) for stage in self._stages.values() for part in stage.modules()]
+        for stage in self._stages.values():
+            stage.eval()
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training
 
 
 def layout_of_module(name: str, named: Mapping[str, Any], ranks: int) -> Layout:

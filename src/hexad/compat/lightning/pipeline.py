@@ -159,7 +159,9 @@ class PipelineModule(EngineModule):
         engine = self._made()
         # In ZeRO 3 all ranks gather weights for each microbatch; the last batches differ in size.
         count = 1 if engine.config.parallel.zero == 3 else self.microbatches
-        return self._everywhere(engine.total_loss(self._pieces(batch, count))), _samples(batch)
+        with self.evaluation_mode():
+            total = engine.total_loss(self._pieces(batch, count))
+        return self._everywhere(total), _samples(batch)
 
     def _everywhere(self, total: Tensor | None) -> Tensor:
         """A sum of the last stage's rank on all pipeline ranks."""

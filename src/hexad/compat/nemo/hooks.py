@@ -71,6 +71,7 @@ class HookedModule(EngineModule):
         schedule = build_schedule(parallel.schedule, ranks, ranks, parallel.virtual_stages)
         self._last = schedule.stages - 1
         own = schedule.stages_of(mesh.pipeline.rank)
+        self._owners = {}
         dtype = DTYPES[config.precision.dtype]
 
         def stage(number: int) -> nn.Module:
@@ -80,7 +81,7 @@ class HookedModule(EngineModule):
             return _in_format(module.to(mesh.device), dtype, number == 0, number == self._last)
 
         stages = build_stages(schedule, mesh, stage)
-        engine = ScriptEngine(
+        return ScriptEngine(
             stages,
             mesh,
             config,
@@ -92,10 +93,14 @@ class HookedModule(EngineModule):
             optimizer=optimizer,
             forward_step=self._forward_step,
         )
+
+    def set_up(self, mesh: Mesh, training: bool, optimizer: Callable[[Any], Any] | None) -> None:
+        """As of :class:`EngineModule`; ``configure_model``, which a trainer calls before each fit and
+        evaluation, may have made other stages, which are not used."""
+        super().set_up(mesh, training, optimizer)
         for module, owner in self._owners.items():  # Lightning would move, synchronise and save it
             owner._modules.pop("module", None)
             owner.__dict__["module"] = module
-        return engine
 
     # Passes
 
@@ -151,13 +156,15 @@ class HookedModule(EngineModule):
             optimizer.param_groups[0]["lr"] = result.lr
         norm = torch.tensor(result.grad_norm, dtype=torch.float64)
         self.user.log("grad_norm", norm, batch_size=1)
+        self.user.log("lr", result.lr, batch_size=1, prog_bar=True)
 
     def evaluated(self, kind: str, microbatches: Sequence[Any]) -> Any:
         """What the loss reduction of ``validation``, ``test`` or ``predict`` makes of a step's microbatches,
         without gradients; all ranks together. Predictions on the ranks of the last stage, None on others."""
         self._kind = kind
         engine = self._made()
-        engine.evaluate([(microbatch, number, 0) for number, microbatch in enumerate(microbatches)])
+        with self.evaluation_mode():
+            engine.evaluate([(microbatch, number, 0) for number, microbatch in enumerate(microbatches)])
         reduced = self._reduced()
         return reduced if kind == "predict" else self._everywhere(reduced)
 

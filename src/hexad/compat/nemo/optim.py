@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 
 from hexad.config import HexadError
 
@@ -18,9 +18,9 @@ class LRSchedulerModule:
     """The base class of learning-rate schedules.
 
     Args:
-        max_steps: where a schedule ends; that of the trainer counts.
         warmup_steps: of linear warm-up: step ``n`` has ``n / (warmup_steps + 1)`` of the rate.
         warmup_ratio: in place of that, a fraction of ``max_steps``.
+        max_steps: where a schedule ends; that of the trainer counts.
         min_lr: at the end.
         interval, frequency, monitor: ``step`` and 1; the last has no effect.
 
@@ -32,9 +32,9 @@ class LRSchedulerModule:
 
     def __init__(
         self,
-        max_steps: int | None = None,
         warmup_steps: int | None = 750,
         warmup_ratio: float | None = None,
+        max_steps: int | None = None,
         min_lr: float = 0.0,
         interval: str = "step",
         frequency: int = 1,
@@ -49,7 +49,16 @@ class LRSchedulerModule:
         self.min_lr = min_lr
 
     def settings(self, steps: int) -> dict[str, Any]:
-        """The group ``lr_schedule`` of a run of so many steps."""
+        """The group ``lr_schedule`` of a run of so many steps.
+
+        Raises:
+            HexadError: the schedule depends on their number, which is not known.
+        """
+        if steps < 1 and (self.kind != "constant" or self.warmup_ratio is not None):
+            raise HexadError(
+                f"Trainer: found max_steps={steps} with {type(self).__name__}, whose rates depend on it; set "
+                "max_steps"
+            )
         warmup = self.warmup_steps or 0
         if self.warmup_ratio is not None:
             warmup = int(self.warmup_ratio * steps)
@@ -88,7 +97,7 @@ class CosineAnnealingScheduler(LRSchedulerModule):
         frequency: int = 1,
         monitor: str = "val_loss",
     ) -> None:
-        super().__init__(max_steps, warmup_steps, None, min_lr, interval, frequency, monitor)
+        super().__init__(warmup_steps, None, max_steps, min_lr, interval, frequency, monitor)
         self.constant_steps = constant_steps
 
     def settings(self, steps: int) -> dict[str, Any]:
@@ -119,7 +128,7 @@ class OptimizerModule:
     """The base class of optimizer modules."""
 
 
-class MegatronOptimizerModule(OptimizerModule, Callback):
+class MegatronOptimizerModule(OptimizerModule):
     """AdamW as ``config`` says, whose learning rates follow a schedule.
 
     Args:
@@ -169,10 +178,6 @@ class MegatronOptimizerModule(OptimizerModule, Callback):
             return own.configured_optimizer(own.settings())
 
         model.configure_optimizers = MethodType(configured, model)  # type: ignore[method-assign]
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the learning rate of the last step."""
-        pl_module.log("lr", trainer.optimizers[0].param_groups[0]["lr"], batch_size=1, prog_bar=True)
 
     def settings(self, steps: int) -> dict[str, dict[str, Any]]:
         """The groups ``optimizer``, ``lr_schedule`` and ``memory`` of a run of so many steps.

@@ -111,9 +111,9 @@ class MegatronDataSampler(DataSampler):
             HexadError: an iterable data set, or one with less samples than a step.
         """
         samples, batch = _map_style(loader), self.batch
-        if samples < batch.size(0):
+        if samples < batch.global_:
             raise HexadError(
-                f"train_dataloader: found {samples} samples, less than a step of {batch.size(0)}"
+                f"train_dataloader: found {samples} samples, less than a step of {batch.global_}"
             )
 
         def steps() -> Iterator[list[Any]]:
@@ -134,8 +134,16 @@ class MegatronDataSampler(DataSampler):
 
     def evaluation(self, loader: Any, data: Axis, complete: bool) -> StepLoader:
         """The loader of an evaluation, whose steps are ``global_batch_size``; unless ``complete``, the last
-        may have less."""
+        may have less.
+
+        Raises:
+            HexadError: an iterable data set, or one with less samples than a complete step.
+        """
         samples, size = _map_style(loader), self.global_batch_size
+        if complete and samples < size:
+            raise HexadError(
+                f"MegatronDataSampler: found {samples} samples to evaluate, less than a step of {size}"
+            )
         end = samples - samples % size if complete else samples
         parts = [self._parts(range(first, min(first + size, end)), data) for first in range(0, end, size)]
         batches = [list(part) for step in parts for part in step]

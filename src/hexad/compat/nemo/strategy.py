@@ -243,6 +243,8 @@ class MegatronStrategy(HexadStrategy):
         optim = getattr(module, "optim", None)
         if isinstance(optim, MegatronOptimizerModule):
             tree |= optim.settings(trainer.max_steps)
+        else:
+            tree["optimizer"] = {"clip": 0.0}
         return load_config(tree)
 
     # Data

@@ -67,13 +67,18 @@ def fitted(
             seen["val"].append(float(trainer.callback_metrics["val_loss"]))
 
     with launched():
-        strategy = MegatronStrategy(**given)
+        strategy, options = MegatronStrategy(**given), dict(options or {})
+        per_token = options.pop("per_token", False)
         settings = {"max_steps": STEPS, "val_check_interval": 2, "limit_val_batches": 2}
-        settings |= {"num_sanity_val_steps": 0, "callbacks": [Seen()], **(options or {})}
+        settings |= {"num_sanity_val_steps": 0, "callbacks": [Seen()], **options}
         trainer = trainer_of(strategy, **settings)
         sequence = given.get("sequence_parallel", False)
         config = bert.BertConfig(
-            params_dtype=torch.float64, sequence_parallel=sequence, hidden_size=16, seq_length=12
+            params_dtype=torch.float64,
+            sequence_parallel=sequence,
+            calculate_per_token_loss=per_token,
+            hidden_size=16,
+            seq_length=12,
         )
         data = bert.Text(config.seq_length, MICRO, GLOBAL)
         if sampler is not None:

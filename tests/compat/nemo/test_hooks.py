@@ -94,6 +94,7 @@ def test_marked_parameters_of_plain_modules(pool: Pool) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "context": ({"context_parallel_size": 2}, {}, "BertModule: found context_parallel_size=2"),
     "clipping": ({}, {"gradient_clip_val": 1.0}, "set OptimizerConfig.clip_grad"),
+    "per token": ({}, {"per_token": True}, "found calculate_per_token_loss=True"),
     "accumulation": ({}, {"accumulate_grad_batches": 2}, "found accumulate_grad_batches=2"),
     "steps": (
         {},

@@ -10,6 +10,8 @@ import pytest
 
 from hexad.config import HexadError
 
+from ...pool import Pool
+
 pytest.importorskip("lightning")
 
 SCRIPT = """
@@ -137,7 +139,7 @@ def test_too_few_samples() -> None:
         steps_of(MegatronDataSampler(8, 2, 8, [4, 4, 8]), 6, 1)
     loader = DataLoader(Numbers(6), collate_fn=list)  # type: ignore[arg-type, var-annotated]
     with pytest.raises(HexadError, match="found 6 samples to evaluate, less than a step of 8"):
-        MegatronDataSampler(8, 2, 8).evaluation(loader, Axis("data", (0,), 0), True)
+        MegatronDataSampler(8, 2, 8).evaluation(loader, Axis("data", (0,), 0), 1, True)
 
 
 def test_arguments_of_schedules() -> None:
@@ -147,6 +149,46 @@ def test_arguments_of_schedules() -> None:
     schedule = lr_scheduler.WarmupPolicyScheduler(5, None, 100)
     assert (schedule.warmup_steps, schedule.max_steps) == (5, 100)
     assert schedule.settings(-1) == {"kind": "constant", "warmup": 6}
+
+
+def test_predictions_of_uneven_samples() -> None:
+    """One process predicts them all; ranks that exchange whole microbatches are refused."""
+    from torch.utils.data import DataLoader
+
+    from hexad.compat.nemo import MegatronDataSampler
+    from hexad.topology.mesh import Axis
+
+    sampler = MegatronDataSampler(8, 2, 4)
+    loader = DataLoader(Numbers(9), collate_fn=list)  # type: ignore[arg-type, var-annotated]
+    alone, two = Axis("data", (0,), 0), Axis("data", (0, 1), 0)
+    assert list(sampler.evaluation(loader, alone, 1, False)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8]]]
+    for data, stages in ((alone, 2), (two, 1)):
+        with pytest.raises(HexadError, match="found 9 samples to predict, expected a multiple of"):
+            sampler.evaluation(loader, data, stages, False)
+
+
+def _directory(directory: str) -> str:
+    """Of an experiment, by a clock that differs between ranks."""
+    import time
+
+    import torch.distributed as dist
+
+    from hexad.compat import nemo as nl
+
+    from ..lightning.program import launched
+
+    real = time.strftime
+    with launched() as world:
+        trainer = nl.Trainer(accelerator="cpu", devices=world, strategy=nl.MegatronStrategy(), logger=False)
+        time.strftime = lambda *_: f"time-{dist.get_rank()}"  # type: ignore[assignment]
+        try:
+            return str(nl.NeMoLogger("name", directory).setup(trainer).log_dir)
+        finally:
+            time.strftime = real
+
+
+def test_ranks_have_one_directory(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _directory, str(tmp_path)) == [str(tmp_path / "name" / "time-0")] * 2
 
 
 def _recipe(**change: Any) -> Callable[[], Any]:
@@ -184,6 +226,30 @@ def _optimizer(**config: Any) -> Any:
     return nl.MegatronOptimizerModule(OptimizerConfig(**config), nl.lr_scheduler.CosineAnnealingScheduler())
 
 
+def _strategy(*given: int) -> Any:
+    from hexad.compat.nemo import MegatronStrategy
+
+    return MegatronStrategy(*given)
+
+
+def _paths(**paths: str) -> Callable[[], Any]:
+    def made() -> Any:
+        from hexad.compat.nemo import llm
+
+        return llm.PreTrainingDataModule(paths, 16)
+
+    return made
+
+
+def _restored(**given: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        from hexad.compat.nemo import RestoreConfig
+
+        return RestoreConfig("somewhere", **given)
+
+    return made
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown argument": (_recipe(strategy={"tensor_parallel": 2}), "unexpected argument 'tensor_parallel'"),
     "experts": (_recipe(config={"num_moe_experts": 8}), "GPTConfig.num_moe_experts: found 8"),
@@ -198,6 +264,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "precision": (_recipe(trainer={"precision": "bf16-mixed"}), "pass plugins=MegatronMixedPrecision"),
     "degrees": (_recipe(strategy={"tensor_model_parallel_size": 2}), "tensor_model_parallel_size: found 2 x"),
     "optimizer": (_recipe(optim=lambda: _optimizer(lr=0.1, optimizer="sgd")), "found 'sgd'; use adam"),
+    "layers": (_recipe(config={"transformer_layer_spec": object()}), "GPTConfig.transformer_layer_spec"),
+    "paths": (_paths(train="a"), "found paths of train; name train and validation"),
+    "state": (_restored(load_optim_state=True), "found load_optim_state=True; to go on with all"),
+    "position": (lambda: _strategy(2, 2, 2), "positional argument"),
     "rate": (_recipe(optim=_optimizer), "OptimizerConfig.lr: found None"),
     "schedule": (
         _recipe(optim=lambda: _optimizer(lr=0.1)),

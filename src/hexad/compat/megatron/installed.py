@@ -25,7 +25,11 @@ _MODULES = {
 WHERE = dict(sorted((name, module) for module, names in _MODULES.items() for name in names.split()))
 """Module of Megatron-LM -> module of this package; packages before their modules."""
 
-NAMES = {"core.ModelParallelConfig": "settings"}
+NAMES = {
+    "core.ModelParallelConfig": "settings",
+    "core.dist_checkpointing.validation.StrictHandling": "settings",
+    "core.inference.common_inference_params.CommonInferenceParams": "settings",
+}
 """Name in a package of Megatron-Core -> module of this package that has it."""
 
 _NAMES = {

@@ -1,6 +1,7 @@
 """Megatron-Core's classes of settings that scripts make themselves, and the base class of its modules."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class OptimizerConfig:
 
     Attributes:
         optimizer: ``adam``, which is AdamW.
-        lr, min_lr: the largest learning rate, and the last of a schedule that names none.
+        lr: the largest learning rate.
+        min_lr: accepted without effect: schedules name it.
         decoupled_lr, decoupled_min_lr: those of embedding and head.
         weight_decay, adam_beta1, adam_beta2, adam_eps: of AdamW.
         clip_grad: the largest norm of the gradient; 0: any.
@@ -97,6 +99,38 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     barrier_with_L1_time: bool = False
     timers: Any = None
+
+
+@dataclass
+class CommonInferenceParams:
+    """Megatron-Core's settings of generation.
+
+    Attributes:
+        temperature, top_k, top_p: of sampling; 0 for the last two: all tokens.
+        num_tokens_to_generate: at most.
+        return_log_probs, num_tokens_total, top_n_logprobs: with these values only.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    return_log_probs: bool = False
+    num_tokens_to_generate: int | None = 30
+    num_tokens_total: int | None = None
+    top_n_logprobs: int = 0
+
+
+class StrictHandling(Enum):
+    """Megatron-Core's ways to load a checkpoint with other names; without effect."""
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
 
 
 @dataclass

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +71,8 @@ class PreTrainingDataModule(TextDataModule):
     """Data in Megatron-LM's ``.bin`` and ``.idx`` files.
 
     Args:
-        paths: a prefix; or weights and prefixes in turn; or such lists by ``train`` and ``validation``.
+        paths: a prefix; or weights and prefixes in turn; or such lists by ``train`` and ``validation``
+            (``test`` has no effect).
         seq_length: tokens of a sample.
         tokenizer: of the data; None: the model's.
         micro_batch_size, global_batch_size, rampup_batch_size, dataloader_type, init_consumed_samples,
@@ -129,6 +131,11 @@ class PreTrainingDataModule(TextDataModule):
             output_log=output_log,
         )
         if isinstance(paths, Mapping):
+            wrong = {"train", "validation"} ^ (set(paths) - {"test"})
+            if wrong:
+                raise HexadError(
+                    f"PreTrainingDataModule: found paths of {', '.join(paths)}; name train and validation"
+                )
             flags: dict[str, Any] = {
                 "train_data_path": _words(paths["train"]),
                 "valid_data_path": _words(paths["validation"]),
@@ -228,17 +235,22 @@ class FineTuningDataModule(TextDataModule):
     def settings(self, directory: str, tokenizer: str) -> dict[str, Any]:
         """The prefixes of the data built, and documents that are too long cut, as NeMo does."""
         sets = {"train": "training", "validation": "validation"}
-        found = {
-            name: f"{directory}/data/{file}" for name, file in sets.items() if self._file(file).is_file()
-        }
+        present = {name: file for name, file in sets.items() if self._file(file).is_file()}
+        found = {name: self._prefix(file, directory, tokenizer) for name, file in present.items()}
         return {**found, "too_long": "truncate"}
 
     def files(self, directory: str, tokenizer: str) -> list[Callable[[], None]]:
         """The data, built of the lines."""
         present = (name for name in ("training", "validation") if self._file(name).is_file())
         return [
-            partial(self._build, self._file(name), f"{directory}/data/{name}", tokenizer) for name in present
+            partial(self._build, self._file(name), self._prefix(name, directory, tokenizer), tokenizer)
+            for name in present
         ]
+
+    def _prefix(self, name: str, directory: str, tokenizer: str) -> str:
+        """Of the data built of some lines with a tokenizer."""
+        digest = sha256(self._file(name).read_bytes() + tokenizer.encode()).hexdigest()
+        return f"{directory}/data/{name}-{digest[:12]}"
 
     def _file(self, name: str) -> Path:
         return self.dataset_root / f"{name}.jsonl"

@@ -13,8 +13,11 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
+from hexad.comm import gather_objects
 from hexad.config import HexadError
+from hexad.launching.environment import environment
 
+from ..facade import world
 from .models import GPTModel
 from .recipe import configure, weights_of
 
@@ -52,6 +55,22 @@ class Trainer(pl.Trainer):
             dataloaders, datamodule = None, dataloaders
         return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> Any:
+        """As :meth:`validate`."""
+        if model is not None and configure(self, model, _data_module(dataloaders, datamodule)):
+            dataloaders = datamodule = None
+        if isinstance(dataloaders, pl.LightningDataModule):
+            dataloaders, datamodule = None, dataloaders
+        return super().test(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
 
 def _data_module(*given: Any) -> Any:
     return next((one for one in given if isinstance(one, pl.LightningDataModule)), None)
@@ -74,6 +93,7 @@ class ModelCheckpoint(LightningCheckpoint):
         save_top_k: int = 3,
         save_weights_only: bool = False,
         mode: str = "min",
+        *,
         save_on_train_epoch_end: bool | None = False,
         save_optim_on_train_end: bool | None = False,
         always_save_context: bool = True,
@@ -132,11 +152,10 @@ class NeMoLogger:
     def setup(self, trainer: pl.Trainer, resume_if_exists: bool = False) -> SimpleNamespace:
         """Give a trainer its loggers and directory; returns ``log_dir`` and ``exp_dir``."""
         base = Path(self.explicit_log_dir or self.log_dir or "nemo_experiments")
-        version = self.version or os.environ.get("NEMO_EXPM_VERSION")
+        version = self.version
         if version is None and self.use_datetime_version and not resume_if_exists:
-            # torchrun's ranks, which have one name, need the same.
-            version = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-            version = time.strftime("%Y-%m-%d_%H-%M-%S") if version in ("none", "") else version
+            version = os.environ.get("NEMO_EXPM_VERSION") or time.strftime("%Y-%m-%d_%H-%M-%S")
+            version = _of_first_rank(version, trainer)
             os.environ["NEMO_EXPM_VERSION"] = version  # of processes that this one starts
         directory = base if self.explicit_log_dir else base / self.name / (version or "")
         trainer._default_root_dir = str(directory)  # type: ignore[attr-defined]
@@ -166,6 +185,16 @@ class NeMoLogger:
                 callback.filename = given.replace("{model_name}", self.name)
 
 
+def _of_first_rank(text: str, trainer: pl.Trainer) -> str:
+    """The first rank's text on all ranks that a launcher has started."""
+    if not environment().joined:
+        return text
+    device = trainer.strategy.root_device
+    world.join(None, "gloo" if device.type == "cpu" else None)
+    first: str = gather_objects(text, world.mesh_of(device).world)[0]
+    return first
+
+
 @dataclass
 class RestoreConfig:
     """Where weights come from that a run begins with.
@@ -173,8 +202,12 @@ class RestoreConfig:
     Attributes:
         path: a checkpoint, or a model's directory in Hugging Face's format; ``hf://ORG/NAME`` for one of the
             hub, ``nemo://NAME`` for one that ``llm.import_ckpt`` has written.
-        load_model_state, load_optim_state, load_artifacts: accepted without effect: weights are loaded.
+        load_optim_state: False: a checkpoint with optimizer state is resumed (``resume_from_path``).
+        load_model_state, load_artifacts: accepted without effect: weights are loaded.
         adapter_path: None.
+
+    Raises:
+        HexadError: another value.
     """
 
     path: str
@@ -182,6 +215,14 @@ class RestoreConfig:
     load_optim_state: bool = False
     load_artifacts: bool = True
     adapter_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.load_optim_state or self.adapter_path is not None:
+            name = "load_optim_state" if self.load_optim_state else "adapter_path"
+            raise HexadError(
+                f"RestoreConfig: found {name}={getattr(self, name)!r}; to go on with all of a checkpoint "
+                "pass AutoResume(resume_from_path=...)"
+            )
 
 
 @dataclass(kw_only=True)

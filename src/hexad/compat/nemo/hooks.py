@@ -67,6 +67,11 @@ class HookedModule(EngineModule):
     def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> ScriptEngine:
         """An engine of this rank's stages, with the values that ``configure_model`` gives them."""
         config = self.settings()
+        if getattr(getattr(self.user, "config", None), "calculate_per_token_loss", False):
+            raise HexadError(
+                f"{type(self.user).__name__}.config: found calculate_per_token_loss=True; losses are "
+                "averaged over microbatches: leave it out"
+            )
         parallel, ranks = config.parallel, mesh.pipeline.size
         schedule = build_schedule(parallel.schedule, ranks, ranks, parallel.virtual_stages)
         self._last = schedule.stages - 1
@@ -97,6 +102,8 @@ class HookedModule(EngineModule):
     def set_up(self, mesh: Mesh, training: bool, optimizer: Callable[[Any], Any] | None) -> None:
         """As of :class:`EngineModule`; ``configure_model``, which a trainer calls before each fit and
         evaluation, may have made other stages, which are not used."""
+        if training and self.engine is not None and not self.engine.training:
+            self.engine = None  # of an evaluation before the fit
         super().set_up(mesh, training, optimizer)
         for module, owner in self._owners.items():  # Lightning would move, synchronise and save it
             owner._modules.pop("module", None)
@@ -195,6 +202,11 @@ class HookedModule(EngineModule):
     def _everywhere(self, reduced: Any) -> Tensor:
         """A scalar of the last stage's rank, or of its dictionary, on all pipeline ranks; float64."""
         mesh = self._made().mesh
+        if isinstance(reduced, Mapping) and "loss" not in reduced:
+            raise HexadError(
+                f"{self._kind}_loss_reduction.reduce: found {', '.join(map(str, reduced))}; return a "
+                "scalar, or a dictionary with loss"
+            )
         value = reduced["loss"] if isinstance(reduced, Mapping) else reduced
         known = 0.0 if value is None else value.detach() if isinstance(value, Tensor) else value
         total = torch.as_tensor(known, dtype=torch.float64, device=mesh.device).reshape(())
@@ -232,7 +244,7 @@ def _module_of(owner: LightningModule) -> nn.Module:
     if not callable(getattr(module, "set_input_tensor", None)):
         raise HexadError(
             f"{name}.configure_model: found a {type(module).__name__} without set_input_tensor(tensor), "
-            "which a stage is given the one before's result by; define it"
+            "by which it is given the previous stage's result; define it"
         )
     return module
 
@@ -261,7 +273,8 @@ def _converted(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
     if isinstance(value, Mapping):
         return {key: _converted(item, before, after) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_converted(item, before, after) for item in value)
+        items = [_converted(item, before, after) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

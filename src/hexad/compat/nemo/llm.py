@@ -14,6 +14,8 @@ from hexad.api import generate as generate_texts
 from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.hugging_face.exporting import export_checkpoint
 from hexad.checkpoint.hugging_face.importing import import_model
+from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
+from hexad.checkpoint.manifest import read_manifest
 from hexad.config import HexadError
 from hexad.config.hub import PREFIX, local
 from hexad.planning import resolve
@@ -24,10 +26,10 @@ from . import models as peft
 from .data import ChatDataModule, FineTuningDataModule, MockDataModule, PreTrainingDataModule
 from .experiment import AutoResume, NeMoLogger, Trainer
 from .models import *  # noqa: F403
-from .models import GPTModel, LoRA
+from .models import GPTConfig, GPTModel, LoRA
 from .optim import OptimizerModule
 from .recipe import models_directory, weights_of
-from .tokenizers import TokenizerSpec
+from .tokenizers import AutoTokenizer, TokenizerSpec
 
 __all__ = [
     "ChatDataModule",
@@ -59,7 +61,8 @@ def train(
     """Train a model as a recipe says.
 
     Args:
-        model: an ``llm.GPTModel``, or a LightningModule with NeMo's hooks.
+        model: an ``llm.GPTModel``, or a LightningModule with NeMo's hooks; or the path of a checkpoint, whose
+            weights and tokenizer it has.
         data: a data module of :mod:`hexad.compat.nemo.llm`; for a module with hooks any with a
             ``data_sampler``.
         trainer: with :class:`MegatronStrategy`.
@@ -75,6 +78,7 @@ def train(
     Raises:
         HexadError: anything the user can fix; the same on every rank.
     """
+    model = _model(model)
     place = _set_up(model, trainer, log, resume, optim)
     _set_tokenizer(model, data, tokenizer)
     if model_transform is not None:
@@ -115,7 +119,7 @@ def finetune(
 
 
 def validate(
-    model: pl.LightningModule,
+    model: pl.LightningModule | str,
     data: pl.LightningDataModule,
     trainer: Trainer,
     log: NeMoLogger | None = None,
@@ -124,10 +128,27 @@ def validate(
     tokenizer: TokenizerSpec | str | None = None,
 ) -> Path:
     """Evaluate a model; see :func:`train`."""
+    model = _model(model)
     place = _set_up(model, trainer, log, resume, optim)
     _set_tokenizer(model, data, tokenizer)
     trainer.validate(model, datamodule=data)
     return place
+
+
+def _model(model: Any) -> Any:
+    """The model, that of a checkpoint's path included."""
+    if not isinstance(model, str | Path):
+        return model
+    weights = weights_of(str(model))
+    # What is loaded says what it is; no sample is too long for this.
+    found = GPTModel(GPTConfig(num_layers=1, hidden_size=64, num_attention_heads=1, seq_length=2**24))
+    found.weights = weights
+    if weights.startswith(PREFIX):
+        found.tokenizer = AutoTokenizer(weights.removeprefix(PREFIX))
+    else:
+        path = find_checkpoint(weights)
+        found.tokenizer = AutoTokenizer(tokenizer_of_checkpoint(path, read_manifest(path).config))
+    return found
 
 
 def _set_up(
@@ -140,8 +161,7 @@ def _set_up(
     """Give trainer and model what a recipe says beside them; returns the directory."""
     if not isinstance(model, pl.LightningModule):
         raise HexadError(
-            f"model: found {model!r}; pass llm.LlamaModel(...) or another, and its weights as "
-            "resume=AutoResume(restore_config=RestoreConfig(path=...))"
+            f"model: found {model!r}; pass llm.LlamaModel(...) or another, or a checkpoint's path"
         )
     state = (log or NeMoLogger()).setup(trainer, resume is not None and resume.resume_if_exists)
     if resume is not None:
@@ -215,6 +235,7 @@ def generate(
     path: str | Path,
     trainer: Trainer | None = None,
     prompts: Sequence[str] | None = None,
+    *,
     max_batch_size: int = 4,
     random_seed: int | None = None,
     inference_params: Any = None,

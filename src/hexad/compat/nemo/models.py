@@ -12,6 +12,7 @@ from torch.nn import functional
 from hexad.comm import agreed
 from hexad.config import HexadError
 from hexad.engine.engine import Engine
+from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..lightning.module import HexadModule
@@ -125,6 +126,18 @@ class GPTModel(HexadModule):
         self.optim: Any = optim or default_optimizer()
         self.weights: str | None = None  # that a run begins with
         self.files: list[Callable[[], None]] = []
+
+    def layout(self, ranks: int, named: Mapping[str, Any]) -> Layout:
+        """The layout of so many ranks.
+
+        Raises:
+            HexadError: no trainer has given the settings of a recipe.
+        """
+        if not self.files:
+            raise HexadError(
+                f"{type(self).__name__}: found Lightning's Trainer; use hexad.compat.nemo.Trainer"
+            )
+        return super().layout(ranks, named)
 
     def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
         """An engine of the model, once the files of its data and tokenizer are there."""

@@ -138,7 +138,7 @@ def _model(arguments: Namespace, config: GPTConfig) -> None:
     Raises:
         HexadError: one that no family has.
     """
-    for name in ("num_moe_experts", "mtp_num_layers"):
+    for name in ("num_moe_experts", "mtp_num_layers", "transformer_layer_spec"):
         if getattr(config, name) is not None:
             raise HexadError(
                 f"GPTConfig.{name}: found {getattr(config, name)}; it is not supported yet: use None"

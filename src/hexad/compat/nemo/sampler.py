@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, Literal
 
 import torch
@@ -119,30 +119,39 @@ class MegatronDataSampler(DataSampler):
         def steps() -> Iterator[list[Any]]:
             epoch, begin, sizes = self._place(samples, consumed())
             order = self._order(samples, epoch)
-            first = begin
-            batches = []
-            for size in sizes:
-                batches += [
-                    [order[i] for i in part] for part in self._parts(range(first, first + size), data)
-                ]
-                first += size
-            ready = iter(alike(loader, batches))
+            ends = list(accumulate(sizes, initial=begin))
+            parts = (part for step in pairwise(ends) for part in self._parts(range(*step), data))
+            ready = iter(alike(loader, _Once([order[i] for i in part] for part in parts)))
             for size in sizes:
                 yield list(islice(ready, size // (self.micro_batch_size * data.size)))
 
         return StepLoader(steps, done + len(self._place(samples, consumed())[2]))
 
-    def evaluation(self, loader: Any, data: Axis, complete: bool) -> StepLoader:
+    def evaluation(self, loader: Any, data: Axis, stages: int, complete: bool) -> StepLoader:
         """The loader of an evaluation, whose steps are ``global_batch_size``; unless ``complete``, the last
         may have less.
 
+        Args:
+            loader: of a map-style data set; its sampler is replaced.
+            data: the data ranks.
+            stages: of the pipeline.
+            complete: leave out the samples that make no step.
+
         Raises:
-            HexadError: an iterable data set, or one with less samples than a complete step.
+            HexadError: an iterable data set; one with less samples than a complete step; or samples that do
+                not divide, where ranks or stages exchange whole microbatches.
         """
         samples, size = _map_style(loader), self.global_batch_size
         if complete and samples < size:
             raise HexadError(
                 f"MegatronDataSampler: found {samples} samples to evaluate, less than a step of {size}"
+            )
+        whole = self.micro_batch_size * data.size
+        if not complete and samples % whole and data.size * stages > 1:
+            raise HexadError(
+                f"MegatronDataSampler: found {samples} samples to predict, expected a multiple of "
+                f"micro_batch_size {self.micro_batch_size} x {data.size} data ranks, {whole}; use one data "
+                "rank and one stage, or other sizes"
             )
         end = samples - samples % size if complete else samples
         parts = [self._parts(range(first, min(first + size, end)), data) for first in range(0, end, size)]
@@ -186,6 +195,16 @@ class MegatronDataSampler(DataSampler):
             return [own[first : first + micro] for first in range(0, len(own), micro)]
         firsts = range(step.start + data.rank * micro, step.stop, data.size * micro)
         return [range(first, min(first + micro, step.stop)) for first in firsts]
+
+
+class _Once:
+    """Batches that are made as they are read, once."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
 
 
 def _map_style(loader: Any) -> int:

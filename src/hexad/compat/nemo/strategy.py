@@ -30,7 +30,7 @@ from .sampler import MegatronDataSampler
 _SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """``data_parallel_sharding_strategy``, by level of ZeRO."""
 _WITHOUT_EFFECT = """
-pipeline_model_parallel_comm_backend find_unused_parameters ckpt_load_optimizer ckpt_save_optimizer
+pipeline_model_parallel_comm_backend find_unused_parameters
 ckpt_load_main_params lazy_init pipeline_dtype use_te_rng_tracker use_sharp save_ckpt_format ckpt_async_save
 ckpt_torch_dist_multiproc ckpt_assume_constant_structure ckpt_parallel_save ckpt_parallel_save_within_dp
 ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness
@@ -75,11 +75,11 @@ class MegatronStrategy(HexadStrategy):
         self,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
+        *,
         virtual_pipeline_model_parallel_size: int | None = None,
         context_parallel_size: int = 1,
         sequence_parallel: bool = False,
         expert_model_parallel_size: int = 1,
-        *,
         microbatch_group_size_per_vp_stage: int | None = None,
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
@@ -106,6 +106,8 @@ class MegatronStrategy(HexadStrategy):
         only: dict[str, Any] = {
             "moe_extended_tp": False,
             "expert_tensor_parallel_size": 1,
+            "ckpt_load_optimizer": True,
+            "ckpt_save_optimizer": True,
             "init_model_parallel": True,
         }
         only |= dict.fromkeys(
@@ -204,6 +206,8 @@ class MegatronStrategy(HexadStrategy):
                 f"Trainer: found gradient_clip_val={trainer.gradient_clip_val} with MegatronStrategy; set "
                 "OptimizerConfig.clip_grad"
             )
+        if trainer.overfit_batches and self._driver is not None:  # type: ignore[attr-defined]
+            raise HexadError("Trainer: found overfit_batches with MegatronStrategy; pass a smaller data set")
         super().setup(trainer)
 
     def _sampler(self) -> MegatronDataSampler:
@@ -257,7 +261,8 @@ class MegatronStrategy(HexadStrategy):
         sampler, trainer = self._sampler(), module.trainer
         stage = trainer.state.stage
         if stage is not None and (stage.evaluating or trainer.predicting):
-            return sampler.evaluation(dataloader, self.mesh.data, not trainer.predicting)
+            stages = self.mesh.pipeline.size
+            return sampler.evaluation(dataloader, self.mesh.data, stages, not trainer.predicting)
         engine = driver.engine
         assert engine is not None
         return sampler.training(dataloader, self.mesh.data, lambda: engine.samples, batches_done(trainer))

@@ -196,7 +196,7 @@ class Wide(TorchFunctionMode):
 def trained(model: nn.Module, steps: int = 3, wide: bool = True) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of a plain loop, and the weights in the end; ``wide``: see :class:`Wide`, which is not in force
     in backward passes."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.02), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.002), []
     for _ in range(steps):
         with Wide() if wide else nullcontext():
             loss = loss_of(model, tokens_of())

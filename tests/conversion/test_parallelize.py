@@ -39,6 +39,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(HIDDEN, 2 * HIDDEN)  # queries, then keys that are values too
         self.norm = nn.LayerNorm(self.head_dim)
         self.sinks = nn.Parameter(torch.randn(HEADS))
+        self.same = nn.Identity()
         self.out = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class Attention(nn.Module):
             part.view(batch, tokens, -1, self.head_dim).transpose(1, 2)
             for part in self.qkv(x).chunk(2, dim=-1)
         )
-        scores = self.norm(q) @ k.transpose(2, 3)
+        scores = self.norm(q) @ self.same(k).transpose(2, 3)
         sinks = self.sinks.view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
         probabilities = torch.softmax(torch.cat([scores, sinks], dim=3), dim=3)[..., :-1]
         return self.out((probabilities @ k).transpose(1, 2).flatten(2))
@@ -93,6 +94,7 @@ PLAN = {
     "positions": "embedding_colwise",
     "layers.*.attention.qkv": "packed_colwise",
     "layers.*.attention.norm": "partial",
+    "layers.*.attention.same": "partial",  # nothing to sum
     "layers.*.attention.sinks": "colwise",
     "layers.*.attention.out": "row",
     "layers.*.up": "column_gather",

@@ -22,7 +22,7 @@ from .styles import Entry, entries
 Module = TypeVar("Module", bound=nn.Module)
 HALVES = 2
 """Parts of a packed layer."""
-MISSING = {"apertus": {"**.mlp.act_fn": "partial"}}
+MISSING = {kind: {"**.mlp.act_fn": "partial"} for kind in ("apertus", "apertus1p5_text")}
 """What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
 which each rank sees its features."""
 
@@ -200,7 +200,7 @@ class _Work:
         if taken:
             raise _error(entry, f"found an attribute {taken[0]!r}", "which a divided module needs: rename it")
         if entry.style in ("replicated_with_grad_allreduce", "sequence_parallel"):
-            if not layer._parameters:
+            if not layer._parameters and next(layer.parameters(), None) is not None:
                 raise _error(
                     entry, f"found {type(layer).__name__} without parameters", "name what is inside it"
                 )

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ def launched() -> Iterator[int]:
     finally:
         os.environ.clear()
         os.environ |= before
+        state = sys.modules.get("hexad.compat.megatron.parallel_state")
+        if state is not None and state.is_initialized():  # by MegatronStrategy
+            state.destroy_model_parallel()
 
 
 def strategy_of(name: str, **options: Any) -> Any:

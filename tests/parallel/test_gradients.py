@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexad.parallel.contributions import WeightGradient, widening_products
+from hexad.parallel.contributions import Contribution, Dense, Rows, WeightGradient, widening_products
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
 from hexad.parallel.data.ordering import Rounds
 from hexad.parallel.inventory import Parameter, Weight
@@ -45,6 +45,27 @@ def test_a_device_without_such_products_adds_a_temporary(dtype: torch.dtype) -> 
     total = torch.full((5, 7), 2.0)
     WeightGradient(gradient, inputs).add_to(total, False)
     torch.testing.assert_close(total, gradient.float().t() @ inputs.float() + 2, rtol=1e-2, atol=1e-2)
+
+
+def _contributions(dtype: torch.dtype) -> list[Contribution]:
+    generator = torch.Generator().manual_seed(5)
+    values, left, right, rows = (torch.randn(n, 7, generator=generator) for n in (12, 6, 6, 5))
+    product = WeightGradient(torch.cat([left, left[:, :5]], 1).to(dtype), right.to(dtype))
+    return [Dense(values.to(dtype)), product, Rows(torch.tensor([3, 0, 3, 11, 7]), rows.to(dtype))]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("number", range(3))
+def test_a_scaled_contribution(number: int, dtype: torch.dtype, fresh: bool) -> None:
+    contribution = _contributions(dtype)[number]
+    total, scaled = torch.full((12, 7), 2.0), torch.full((12, 7), 2.0)
+    contribution.add_to(total, fresh)
+    contribution.scaled(3.0).scaled(1 / 7).add_to(scaled, fresh)
+    before = 0.0 if fresh else 2.0
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(scaled - before, (total - before) * 3 / 7, rtol=tolerance, atol=tolerance)
+    assert (scaled - before).abs().max() > 0.5
 
 
 class _Recorded:

@@ -22,16 +22,25 @@ if TYPE_CHECKING:
 
 
 class Dense(NamedTuple):
-    """A gradient of the parameter's shape."""
+    """A gradient of the parameter's shape: ``factor * values``."""
 
     values: Tensor
+    factor: float = 1.0
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
         """Add to ``total``; overwrite what it holds where that is ``fresh`` memory."""
-        if fresh:
+        if not fresh:
+            total.add_(self.values, alpha=self.factor)
+        elif self.factor == 1:
             total.copy_(self.values)
-        else:
-            total.add_(self.values)
+        elif self.values.dtype == total.dtype:
+            torch.mul(self.values, self.factor, out=total)  # no pass more than a copy
+        else:  # out= would compute in the format of the values
+            total.copy_(self.values).mul_(self.factor)
+
+    def scaled(self, factor: float) -> Dense:
+        """The contribution multiplied by a factor."""
+        return self._replace(factor=self.factor * factor)
 
 
 def _add_product(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -> None:
@@ -84,6 +93,10 @@ class WeightGradient(NamedTuple):
         for matrix, left, right in zip(matrices, self.output_gradient.split(rows), self.inputs.split(rows)):
             self.add(matrix, left, right, fresh)
 
+    def scaled(self, factor: float) -> WeightGradient:
+        """As :meth:`Dense.scaled`."""
+        return self._replace(output_gradient=self.output_gradient * factor)
+
 
 @cache
 def widening_products(device: torch.device) -> bool:
@@ -119,6 +132,10 @@ class Rows(NamedTuple):
             total.index_put_((self.rows,), values, accumulate=True)
         else:
             total.index_add_(0, self.rows, values)
+
+    def scaled(self, factor: float) -> Rows:
+        """As :meth:`Dense.scaled`."""
+        return self._replace(values=self.values * factor)
 
 
 Contribution = Dense | WeightGradient | Rows

@@ -129,6 +129,7 @@ class ModuleTraining:
         self.engine = Engine(module, mesh, config, optimizer=inner, initialise=False)
         self.engine.optimizer.clip_epsilon = CLIP_EPSILON
         self.engine.gradients.extends = True  # a step may have any number of backward passes
+        self.engine.gradients.factor = 1 / mesh.data.size
         groups = self._rule.numbers()["groups"]
         identical("optimizer.param_groups", dict(enumerate(groups)), mesh.world)
         self.optimizer: FitOptimizer = visible(inner)(inner, self.engine, self._update, self.discard)
@@ -136,7 +137,6 @@ class ModuleTraining:
         self._limit: int | None = 1
         self._accumulation.begin(self._limit)
         self._overflowed = False  # all gradients have been replaced by NaN
-        self._averaged = False  # gradients are divided by the number of ranks
         self._shown: list[tuple[Bucket, Tensor]] = []
         self._keep_own_weights()
 
@@ -160,16 +160,12 @@ class ModuleTraining:
         """Prepare for a backward pass, of a step of that many; None: their number is open, and nothing is
         reduced before :meth:`show` or the step."""
         self._adopt()
-        if self._averaged:
-            self._scale(self.engine.mesh.data.size)
-            self._averaged = False
         self._limit = passes
         self._accumulation.expect(passes)
 
     def discard(self) -> None:
         """Discard the gradients accumulated so far."""
         self._hide()
-        self._averaged = False
         self._accumulation.discard(self._limit)
 
     # Gradients that hooks see
@@ -184,7 +180,7 @@ class ModuleTraining:
         self._adopt()
         if not self._accumulation.pending:
             return
-        self._average()
+        self._accumulation.reduce()
         for bucket in self.engine.trained:
             shards = self.engine.sharding[bucket.traits.grid].shards
             whole = bucket.gradient
@@ -221,7 +217,7 @@ class ModuleTraining:
         if self._shown:
             yield from (declared.parameter for bucket, _ in self._shown for declared in bucket.members)
         elif self._accumulation.pending:
-            self._average()
+            self._accumulation.reduce()
             self._rule.show_gradients()
             for group in self.optimizer.param_groups:
                 yield from group["params"]
@@ -230,7 +226,7 @@ class ModuleTraining:
         """Show a loss scaler of every rank what is not finite on any: it looks at this rank's shards."""
         if not self._accumulation.pending:
             return
-        self._average()
+        self._accumulation.reduce()
         self._overflowed = not math.isfinite(self.engine.optimizer.gradient_norm().item())
         for bucket in self.engine.trained if self._overflowed else ():
             bucket.gradient.fill_(math.nan)
@@ -244,17 +240,6 @@ class ModuleTraining:
             self._overflowed = False
             self.discard()
 
-    def _average(self) -> None:
-        self._accumulation.reduce()
-        if not self._averaged:
-            self._scale(1 / self.engine.mesh.data.size)
-            self._averaged = True
-
-    @torch.no_grad()
-    def _scale(self, factor: float) -> None:
-        if factor != 1:
-            torch._foreach_mul_([bucket.gradient for bucket in self.engine.trained], factor)
-
     # The step
 
     @torch.no_grad()
@@ -264,9 +249,7 @@ class ModuleTraining:
         if not self._accumulation.pending:
             return
         self.engine.optimizer.clip, self.clip = self.clip, 0.0
-        divisor = 1 if self._averaged else self.engine.mesh.data.size
-        self._averaged = False
-        update = self._accumulation.update(self._limit, divisor)
+        update = self._accumulation.update(self._limit, divisor=1)
         self.optimizer.overflow, self.optimizer._global_grad_norm = not update.applied, update.norm
         if not update.applied and not self.engine.mesh.rank:
             log.warning("step %d: gradients are not finite, nothing is updated", self.engine.step)

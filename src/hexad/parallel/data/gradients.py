@@ -49,9 +49,11 @@ class Gradients:
 
     Attributes:
         extends: more backward passes than announced are accepted, of any graph, the same on all data ranks.
+        factor: what contributions are multiplied by, such as 1 / ranks for means.
     """
 
     extends = False
+    factor = 1.0
 
     def __init__(
         self,
@@ -98,6 +100,8 @@ class Gradients:
         if self._deferred is not None and isinstance(contribution, WeightGradient):
             self._deferred.append((parameter, contribution))
             return
+        if self.factor != 1:
+            contribution = contribution.scaled(self.factor)
         number, member = self._places[parameter]
         fresh = self._rounds.fresh(number, member)  # first: it may extend the step
         contribution.add_to(self._buckets[number].views(self._whole(number))[member], fresh)

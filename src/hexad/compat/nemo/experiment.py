@@ -49,10 +49,7 @@ class Trainer(pl.Trainer):
         weights_only: bool | None = None,
     ) -> Any:
         """As ``lightning.pytorch.Trainer.validate``; ``dataloaders`` may be the data module too."""
-        if model is not None and configure(self, model, _data_module(dataloaders, datamodule)):
-            dataloaders = datamodule = None
-        if isinstance(dataloaders, pl.LightningDataModule):
-            dataloaders, datamodule = None, dataloaders
+        dataloaders, datamodule = self._evaluated(model, dataloaders, datamodule)
         return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def test(
@@ -65,11 +62,16 @@ class Trainer(pl.Trainer):
         weights_only: bool | None = None,
     ) -> Any:
         """As :meth:`validate`."""
-        if model is not None and configure(self, model, _data_module(dataloaders, datamodule)):
-            dataloaders = datamodule = None
-        if isinstance(dataloaders, pl.LightningDataModule):
-            dataloaders, datamodule = None, dataloaders
+        dataloaders, datamodule = self._evaluated(model, dataloaders, datamodule)
         return super().test(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
+
+    def _evaluated(self, model: Any, dataloaders: Any, datamodule: Any) -> tuple[Any, Any]:
+        """The loaders and the data module of an evaluation; none for a language model, which has its own."""
+        if model is not None and configure(self, model, _data_module(dataloaders, datamodule)):
+            return None, None
+        if isinstance(dataloaders, pl.LightningDataModule):
+            return None, dataloaders
+        return dataloaders, datamodule
 
 
 def _data_module(*given: Any) -> Any:
@@ -271,5 +273,5 @@ class AutoResume:
 
     def _last(self, trainer: pl.Trainer) -> Path | None:
         """The newest complete checkpoint."""
-        found = [path for path in self._directory(trainer).glob("*") if (path / "manifest.json").is_file()]
-        return max(found, key=lambda path: (path / "manifest.json").stat().st_mtime, default=None)
+        complete = [path for path in self._directory(trainer).glob("*") if (path / "manifest.json").is_file()]
+        return max(complete, key=lambda path: (path / "manifest.json").stat().st_mtime, default=None)

@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
-test: setup  ## the default tests (about 9 minutes on two cores)
+test: setup  ## the default tests (about 11 minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/6

@@ -141,14 +141,14 @@ def _model(model: Any) -> Any:
         return model
     weights = weights_of(str(model))
     # What is loaded says what it is; no sample is too long for this.
-    found = GPTModel(GPTConfig(num_layers=1, hidden_size=64, num_attention_heads=1, seq_length=2**24))
-    found.weights = weights
+    loaded = GPTModel(GPTConfig(num_layers=1, hidden_size=64, num_attention_heads=1, seq_length=2**24))
+    loaded.weights = weights
     if weights.startswith(PREFIX):
-        found.tokenizer = AutoTokenizer(weights.removeprefix(PREFIX))
+        loaded.tokenizer = AutoTokenizer(weights.removeprefix(PREFIX))
     else:
         path = find_checkpoint(weights)
-        found.tokenizer = AutoTokenizer(tokenizer_of_checkpoint(path, read_manifest(path).config))
-    return found
+        loaded.tokenizer = AutoTokenizer(tokenizer_of_checkpoint(path, read_manifest(path).config))
+    return loaded
 
 
 def _set_up(

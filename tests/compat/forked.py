@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,23 +14,28 @@ from pathlib import Path
 def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
     """A directory that ``python -m module DIRECTORY ARGUMENTS`` has written to."""
     directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-m", module, directory.name, *arguments],
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{directory.name}/extensions"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout[-4000:]
+    try:
+        printed, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)  # its forks too
+        raise
+    assert process.returncode == 0, printed[-4000:]
     return directory
 
 
 def quiet_deepspeed() -> None:
-    """Let the ``deepspeed`` package of this process log errors only, compile nothing, and accept fp16.
+    """Let the ``deepspeed`` package of this process log errors only, not compile its sums, and accept fp16.
 
-    A process killed while it compiles leaves a lock for which all later ones wait. The package refuses fp16
-    where the processor has no fp16 units for oneDNN's kernels; PyTorch computes it on every CPU.
+    The package refuses fp16 where the processor has no fp16 units for oneDNN's kernels; PyTorch computes it on
+    every CPU.
     """
     import deepspeed.utils
     from deepspeed.accelerator import get_accelerator

@@ -68,7 +68,8 @@ def line_of(name: str, save: Path) -> list[str]:
     where = ["--save", str(save), "--load", str(save)]
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
     warmup = ["--lr-warmup-iters", "1"] if "--lr-warmup-iters" in line else []
-    return [*line, *SIZES, *STEPS[kind], *warmup, *where, *data, *more.split()]
+    ramp = lines.words("--rampup-batch-size 2 2 2 --train-samples 6") if "--rampup-batch-size" in line else []
+    return [*line, *SIZES, *STEPS[kind], *warmup, *ramp, *where, *data, *more.split()]
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])

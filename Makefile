@@ -24,7 +24,7 @@ demo: setup  ## train a small model on real text, on this machine
 test: setup  ## the default tests (about 11 minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/6
+test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/8
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu' $(SLICE:%=--slice %)
 
 test-gpu: setup  ## tests and speed on this machine's GPUs, in one report

@@ -34,8 +34,8 @@ def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile
 def quiet_deepspeed() -> None:
     """Let the ``deepspeed`` package of this process log errors only, not compile its sums, and accept fp16.
 
-    The package refuses fp16 where the processor has no fp16 units for oneDNN's kernels; PyTorch computes it on
-    every CPU.
+    The package refuses fp16 where the processor has no fp16 units for oneDNN's kernels; PyTorch computes it
+    on every CPU.
     """
     import deepspeed.utils
     from deepspeed.accelerator import get_accelerator

@@ -190,9 +190,10 @@ def main() -> None:
 
     assert transformers.GPT2LMHeadModel  # imported once
     quiet_deepspeed()
-    if any(not case.keys.get("optimizer", {}).get("params", {}).get("bias_correction", True) for case in cases):
-        # Compiled once, ahead of the forks, in a directory of its own: a process killed while it compiles leaves
-        # a lock for which all later ones wait.
+    optimizers = [case.keys.get("optimizer", {}).get("params", {}) for case in cases]
+    if any(not params.get("bias_correction", True) for params in optimizers):
+        # Compiled once, ahead of the forks, in a directory of its own: a process killed while it compiles
+        # leaves a lock for which all later ones wait.
         deepspeed.ops.op_builder.FusedAdamBuilder().load(verbose=False)
 
     def write(rank: int, package: Any, name: str) -> None:

@@ -32,18 +32,6 @@ EXACT = {
     **{f"stage {n}, GPT-2": Case("gpt2", keys(n, gradient_clipping=0.5), steps=3) for n in range(4)},
     "clipped by default": Case(keys={**keys(1), "gradient_clipping": 1.0}, steps=3),
     "Adam with L2": Case(keys={**keys(1), "optimizer": L2}),
-    **{
-        f"{kind} without bias correction, stage {n}": Case(
-            keys={
-                **keys(n),
-                "optimizer": {
-                    "type": kind,
-                    "params": {"lr": 1e-3, "weight_decay": 0.1, "bias_correction": False, "adam_w_mode": w},
-                },
-            }
-        )
-        for n, kind, w in ((0, "AdamW", True), (1, "Adam", False), (2, "AdamW", True))
-    },
     "WarmupLR": Case(keys=keys(1, **scheduler("WarmupLR", warmup_num_steps=3, warmup_max_lr=0.02))),
     "WarmupDecayLR": Case(
         keys=keys(
@@ -84,6 +72,20 @@ EXACT = {
     ),
 }
 """In float32: equal but for the order of sums."""
+
+COMPILED = {
+    f"{kind} without bias correction, stage {n}": Case(
+        keys={
+            **keys(n),
+            "optimizer": {
+                "type": kind,
+                "params": {"lr": 1e-3, "weight_decay": 0.1, "bias_correction": False, "adam_w_mode": w},
+            },
+        }
+    )
+    for n, kind, w in ((0, "AdamW", True), (1, "Adam", False), (2, "AdamW", True))
+}
+"""With an optimizer that the package compiles, for a minute or more; others need not wait for it."""
 
 NARROW = {
     **{f"bf16, stage {n}": Case(keys=keys(n, bf16={"enabled": True})) for n in (1, 3)},
@@ -136,12 +138,16 @@ Both = Callable[[str], tuple[Results, Results]]
 def both() -> Both:
     """The results of both packages by a case's name, from one run of all that run with it."""
 
-    @cache
-    def results(quick: bool) -> tuple[Results, Results]:
-        every = EXACT | NARROW | SCRIPTS | PIPELINES | IN_PLACE
-        return results_of({name: case for name, case in every.items() if (name in QUICK) == quick})
+    every = EXACT | COMPILED | NARROW | SCRIPTS | PIPELINES | IN_PLACE
 
-    return lambda name: results(name in QUICK)
+    def kind(name: str) -> str:
+        return "compiled" if name in COMPILED else "quick" if name in QUICK else "slow"
+
+    @cache
+    def results(of_kind: str) -> tuple[Results, Results]:
+        return results_of({name: case for name, case in every.items() if kind(name) == of_kind})
+
+    return lambda name: results(kind(name))
 
 
 def marked(names: Iterable[str]) -> list[Any]:
@@ -174,7 +180,7 @@ def same(both: Both, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return theirs, ours
 
 
-@pytest.mark.parametrize("name", marked(EXACT | PIPELINES))
+@pytest.mark.parametrize("name", marked(EXACT | COMPILED | PIPELINES))
 def test_numbers_are_those_of_the_package(both: Both, name: str) -> None:
     theirs, ours = same(both, name)
     assert errors(theirs["loss"], ours["loss"]) < 1e-6

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 os.environ |= {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 
-from tests.conversion.small_models import Kind, kinds, trained  # noqa: E402
+from tests.conversion.small_models import LOW_RATE, Kind, kinds, trained  # noqa: E402
 from tests.conversion.test_transformers import largest_difference  # noqa: E402
 from tests.pool import Pool, RankError  # noqa: E402
 
@@ -41,7 +41,7 @@ def outcome(kind: Kind, pool: Pool) -> dict[str, Any]:
     except Exception as error:  # whatever a model raises that is called with token ids alone
         return {"outcome": "not built", "why": _line(error)}
     try:
-        losses, weights = largest_difference(kind, 2, pool)
+        losses, weights = largest_difference(kind, 2, pool, rate=LOW_RATE)
     except RankError as error:
         if "tensor parallel fails too" in str(error):
             return {

@@ -182,6 +182,13 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten() % logits.shape[-1])
 
 
+RATE = 0.02
+"""Of the weights' change in a step of :func:`trained`."""
+LOW_RATE = 0.002
+"""That of the sweep over all models. With :data:`RATE` the gradients of Dory grow by a factor of 1,000 within
+three steps, and with them what is rounding in the first."""
+
+
 class Wide(TorchFunctionMode):
     """Whatever a model asks to be computed in float32 is computed in float64, so that rounding does not hide
     differences."""
@@ -193,11 +200,11 @@ class Wide(TorchFunctionMode):
         return function(*wide, **named)
 
 
-def trained(model: nn.Module, steps: int = 3, wide: bool = True) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of a plain loop, and the weights in the end; ``wide``: see :class:`Wide`, which is not in force
-    in backward passes."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.002), []
-    for _ in range(steps):
+def trained(model: nn.Module, wide: bool = True, rate: float = RATE) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps of a plain loop, and the weights in the end; ``wide``: see :class:`Wide`, which
+    is not in force in backward passes; ``rate``: of the weights' change."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=rate), []
+    for _ in range(3):
         with Wide() if wide else nullcontext():
             loss = loss_of(model, tokens_of())
         optimizer.zero_grad()

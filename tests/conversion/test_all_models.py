@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ..pool import Pool
-from .small_models import kinds
+from .small_models import LOW_RATE, kinds
 from .test_transformers import largest_difference
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "transformers_plans.json"
@@ -19,5 +19,5 @@ def test_models_that_work_still_do(pool: Pool) -> None:
     found = {tuple(kind): kind for kind in kinds()}
     assert len(works) > 50
     for name in works & found.keys():  # another version may lack some
-        losses, weights = largest_difference(found[name], 2, pool)
+        losses, weights = largest_difference(found[name], 2, pool, LOW_RATE)
         assert losses < 1e-9 and weights < 1e-9, name

@@ -10,7 +10,7 @@ from hexad import HexadError, Layout, Mesh, parallelize
 
 from ..layers import CPU
 from ..pool import Pool
-from .small_models import Kind, loss_of, tokens_of, trained
+from .small_models import RATE, Kind, loss_of, tokens_of, trained
 
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
@@ -29,17 +29,17 @@ EVERY_TIME = ("gemma3", "phi3", "gpt_neox")
 """A plan with norms of heads, one with packed weights, one with biases; all others are slow."""
 
 
-def divided(kind: Kind) -> tuple[list[float], dict[str, torch.Tensor]]:
+def divided(kind: Kind, rate: float) -> tuple[list[float], dict[str, torch.Tensor]]:
     """A plain loop on as many tensor ranks as there are."""
     world = dist.get_world_size()
     model = parallelize(kind.build(), Mesh.create(Layout(world=world, tensor=world), CPU))
-    return trained(model)
+    return trained(model, rate=rate)
 
 
-def largest_difference(kind: Kind, world: int, pool: Pool) -> tuple[float, float]:
+def largest_difference(kind: Kind, world: int, pool: Pool, rate: float = RATE) -> tuple[float, float]:
     """Of losses, relative, and of weights after the steps, against one process."""
-    losses, weights = trained(kind.build())
-    results = pool.run(world, divided, kind)
+    losses, weights = trained(kind.build(), rate=rate)
+    results = pool.run(world, divided, kind, rate)
     of_losses = max(abs(a - b) / abs(b) for given, _ in results for a, b in zip(given, losses))
     of_weights = 0.0
     for _, state in results:

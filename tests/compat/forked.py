@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def written_by(module: str, *arguments: str, timeout: float = 600.0) -> tempfile.TemporaryDirectory[str]:
+def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
     """A directory that ``python -m module DIRECTORY ARGUMENTS`` has written to."""
     directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
     process = subprocess.Popen(

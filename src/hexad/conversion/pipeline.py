@@ -33,9 +33,11 @@ class _Here:
     """What a stage computes with, while it runs.
 
     Attributes:
+        last: the stage is the last one.
         message: the result of the stage before; None in the first one.
     """
 
+    last: bool
     message: Tensor | None = None
 
 
@@ -189,36 +191,20 @@ def pipeline(
     Raises:
         HexadError: the modules' places are not known or do not fit.
     """
-    if mesh.context.size > 1:
-        raise HexadError(
-            f"mesh: found {mesh.context.size} context ranks, of whose tokens a user's attention would see "
-            "its own; use tensor, pipeline and data ranks"
-        )
-    if schedule == "auto":
-        raise HexadError("schedule: found auto, which needs costs of layers; name one, such as 1f1b")
+    _check(mesh, schedule)
     model = _Model.of(module, layers, before, after)
     ranks = mesh.pipeline.size
     planned = build_schedule(schedule, ranks, ranks, virtual_stages)
     parts = model.parts(split, planned.stages)
     own = planned.stages_of(mesh.pipeline.rank)
-    heres = {number: _Here() for number in own}
+    heres = {number: _Here(number == planned.stages - 1) for number in own}
     stages = {number: model.stage(parts, number, heres[number]) for number in own}
     ties = model.ties(planned.placement, mesh.pipeline.rank)
     model.give_up(stages.values())
-    numbers = {stage: number for number, stage in stages.items()}
-    last = planned.stages - 1
+    of_stages = {stage: heres[number] for number, stage in stages.items()}
 
     def compute(stage: nn.Module, batch: Any, message: Tensor | None, _: float | None) -> Tensor:
-        here = heres[numbers[stage]]
-        here.message = message
-        try:
-            output = _call(stage, batch)
-        except _Reached as reached:
-            return reached.result
-        finally:
-            here.message = None
-        assert numbers[stage] == last
-        return _loss(output, batch, loss)
+        return _computed(stage, of_stages[stage], batch, message, loss)
 
     def empty(batch: Any, _: int) -> Tensor:
         kind = next(p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
@@ -271,6 +257,35 @@ def _has(module: nn.Module, name: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def _check(mesh: Mesh, schedule: str) -> None:
+    """Refuse ranks and schedules that a user's model cannot have.
+
+    Raises:
+        HexadError: naming the argument.
+    """
+    if mesh.context.size > 1:
+        raise HexadError(
+            f"mesh: found {mesh.context.size} context ranks, of whose tokens a user's attention would see "
+            "its own; use tensor, pipeline and data ranks"
+        )
+    if schedule == "auto":
+        raise HexadError("schedule: found auto, which needs costs of layers; name one, such as 1f1b")
+
+
+def _computed(stage: nn.Module, here: _Here, batch: Any, message: Tensor | None, loss: Loss | None) -> Tensor:
+    """What a stage makes of a microbatch and the result of the stage before: the result of its layers, or in
+    the last one the loss."""
+    here.message = message
+    try:
+        output = _call(stage, batch)
+    except _Reached as reached:
+        return reached.result
+    finally:
+        here.message = None
+    assert here.last, "only the last stage runs to its end"
+    return _loss(output, batch, loss)
 
 
 def _call(stage: nn.Module, batch: Any) -> Any:

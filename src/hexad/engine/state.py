@@ -287,10 +287,10 @@ class Heap:
 
     By itself glibc returns the free end of the heap to the system several times in a step, and gets it back,
     page fault by page fault: for a ResNet whose gradients are freed one by one, a tenth of a step. But a step
-    leaves small blocks that stay among large ones that are free: without this a process's resident
-    memory grows from step to step to about half as much again as it needs. What is given back costs page
-    faults when the next step uses it again: 3 to 5 % of a step of ``benchmarks/deepspeed_interface.py``. So
-    it is given back only when resident memory has grown by :data:`GROWTH`. Blocks mapped one by one
+    leaves small blocks that stay among large ones that are free: without this a process's resident memory
+    grows from step to step to about half as much again as it needs. What is given back costs page faults when
+    the next step uses it again: 3 to 5 % of a step of ``benchmarks/deepspeed_interface.py``. So it is given
+    back only when resident memory has grown by :data:`GROWTH`. Blocks mapped one by one
     (``mallopt``) take less memory still, but a fifth more time.
     """
 

@@ -104,8 +104,7 @@ class HexadStrategy(DDPStrategy):
     (:func:`hexad.parallelize`) tensor-parallel.
 
     Processes are started as by ``DDPStrategy``: by Lightning itself, from the script or by ``start_method``,
-    by torchrun or SLURM. Losses, gradients and
-    buffers are those of ``DDPStrategy``.
+    by torchrun or SLURM. Losses, gradients and buffers are those of ``DDPStrategy``.
 
     Args:
         tensor_model_parallel_size, pipeline_model_parallel_size: degrees, as ``parallel.tensor`` and

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -234,23 +234,27 @@ class FineTuningDataModule(TextDataModule):
 
     def settings(self, directory: str, tokenizer: str) -> dict[str, Any]:
         """The prefixes of the data built, and documents that are too long cut, as NeMo does."""
-        sets = {"train": "training", "validation": "validation"}
-        present = {name: file for name, file in sets.items() if self._file(file).is_file()}
-        found = {name: self._prefix(file, directory, tokenizer) for name, file in present.items()}
-        return {**found, "too_long": "truncate"}
+        settings = {"training": "train", "validation": "validation"}
+        prefixes = self._prefixes(directory, tokenizer)
+        return {**{settings[name]: prefix for name, prefix in prefixes.items()}, "too_long": "truncate"}
 
     def files(self, directory: str, tokenizer: str) -> list[Callable[[], None]]:
         """The data, built of the lines."""
-        present = (name for name in ("training", "validation") if self._file(name).is_file())
+        prefixes = self._prefixes(directory, tokenizer)
         return [
-            partial(self._build, self._file(name), self._prefix(name, directory, tokenizer), tokenizer)
-            for name in present
+            partial(self._build, self._file(name), prefix, tokenizer) for name, prefix in prefixes.items()
         ]
 
-    def _prefix(self, name: str, directory: str, tokenizer: str) -> str:
-        """Of the data built of some lines with a tokenizer."""
-        digest = sha256(self._file(name).read_bytes() + tokenizer.encode()).hexdigest()
-        return f"{directory}/data/{name}-{digest[:12]}"
+    def _prefixes(self, directory: str, tokenizer: str) -> dict[str, str]:
+        """Of the data built with a tokenizer, by the names of the files of lines that are there."""
+        prefixes = {}
+        for name in ("training", "validation"):
+            if self._file(name).is_file():
+                with self._file(name).open("rb") as file:
+                    digest = file_digest(file, "sha256")
+                digest.update(tokenizer.encode())
+                prefixes[name] = f"{directory}/data/{name}-{digest.hexdigest()[:12]}"
+        return prefixes
 
     def _file(self, name: str) -> Path:
         return self.dataset_root / f"{name}.jsonl"

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from hexad.comm import gather_objects
+from hexad.comm import from_first
 from hexad.config import HexadError
 from hexad.launching.environment import environment
 
@@ -193,8 +193,7 @@ def _of_first_rank(text: str, trainer: pl.Trainer) -> str:
         return text
     device = trainer.strategy.root_device
     world.join(None, "gloo" if device.type == "cpu" else None)
-    first: str = gather_objects(text, world.mesh_of(device).world)[0]
-    return first
+    return from_first(lambda: text, world.mesh_of(device).world)
 
 
 @dataclass

@@ -38,6 +38,16 @@ setup_optimizers replace_progress_bar progress_interval megatron_log_level nccl_
 use_gloo_process_groups gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion
 ckpt_type ckpt_include_optimizer static_graph
 """
+_ONLY = {
+    "moe_extended_tp": False,
+    "expert_tensor_parallel_size": 1,
+    "encoder_tensor_model_parallel_size": 0,
+    "encoder_pipeline_model_parallel_size": 0,
+    "ckpt_load_optimizer": True,
+    "ckpt_save_optimizer": True,
+    "init_model_parallel": True,
+}
+"""Arguments of which one value is supported."""
 
 
 class MegatronStrategy(HexadStrategy):
@@ -102,18 +112,7 @@ class MegatronStrategy(HexadStrategy):
         timeout: timedelta = timedelta(minutes=30),
         **others: Any,
     ) -> None:
-        absent = "checkpoint_io"
-        only: dict[str, Any] = {
-            "moe_extended_tp": False,
-            "expert_tensor_parallel_size": 1,
-            "ckpt_load_optimizer": True,
-            "ckpt_save_optimizer": True,
-            "init_model_parallel": True,
-        }
-        only |= dict.fromkeys(
-            ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size"), 0
-        )
-        check_arguments("MegatronStrategy", others, _WITHOUT_EFFECT, absent, **only)
+        check_arguments("MegatronStrategy", others, _WITHOUT_EFFECT, "checkpoint_io", **_ONLY)
         virtual = virtual_pipeline_model_parallel_size
         self.ddp = ddp if isinstance(ddp, DistributedDataParallelConfig) else DistributedDataParallelConfig()
         self.fsdp, self.own_zero = fsdp, zero

@@ -11,9 +11,10 @@ Functions::
     pipeline(module, mesh, ...)       divide it into pipeline stages
     clip_grad_norm_(module, limit)    clip a divided model's gradients in a plain loop
 
-Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
-arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and
-``ConfigError`` (what a user can fix). ``docs/python.md`` shows them at work.
+Classes: ``Engine`` (one step: accumulate, reduce, update), ``Generator`` (a saved model that generates),
+``Microbatch``, ``Callback``, ``Layout`` (rank arithmetic), ``Mesh`` and ``Axis`` (process groups),
+``Config`` (all settings), ``HexadError`` and ``ConfigError`` (what a user can fix). ``docs/python.md``
+shows them at work.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _PUBLIC = {
     "Config": "hexad.config",
     "ConfigError": "hexad.config",
     "Engine": "hexad.engine.engine",
+    "Generator": "hexad.generation.generator",
     "HexadError": "hexad.config",
     "Layout": "hexad.topology.layout",
     "Mesh": "hexad.topology.mesh",
@@ -50,6 +52,7 @@ __all__ = [
     "Callback",
     "ConfigError",
     "Engine",
+    "Generator",
     "HexadError",
     "Layout",
     "Mesh",
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
     from hexad.conversion.pipeline import pipeline
     from hexad.dataset.load.microbatch import Microbatch
     from hexad.engine.engine import Engine
+    from hexad.generation.generator import Generator
     from hexad.launching.launch import launch
     from hexad.model.configuration import load_config
     from hexad.topology.layout import Layout

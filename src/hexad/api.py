@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from hexad.config import Config, HexadError
 from hexad.engine.evaluation import Progress, Score, evaluate_weights
-from hexad.generation.generator import asked_sampling
-from hexad.generation.texts import Continuation, Wanted, generated
+from hexad.generation.generator import Generator
+from hexad.generation.prompts import Prompt
+from hexad.generation.texts import Continuation, Settings, asked, wanted
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch
 from hexad.model.configuration import load_config
-from hexad.planning.saved_model import Prompt, evaluated_model, find_model, generating_model
+from hexad.planning.saved_model import evaluated_model, find_model
 from hexad.training.callbacks import Callback, Outcome
 from hexad.training.loop import train as train_run
 
@@ -52,49 +53,30 @@ def generate(
     source: str | Path,
     prompts: str | Sequence[str | Prompt],
     *,
-    tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 1234,
-    samples: int = 1,
-    stop: str | Sequence[str] = (),
-    batch: int = 16,
     overrides: Iterable[str] = (),
+    **settings: Unpack[Settings],
 ) -> list[Continuation]:
-    """Continue prompts with a saved model.
+    """Continue prompts with a saved model: :meth:`hexad.Generator.generate`, of a generator that is made for
+    this call.
 
     Args:
         source: a run, a checkpoint, or ``hf:DIR``.
-        prompts: a text; or several, each a text, ``{"prompt": text}``, or ``{"messages": [...]}`` for the
-            tokenizer's chat template.
-        tokens: new tokens at most.
-        temperature: 0 selects the most likely token.
-        top_k: sample the ``k`` most likely only; 0: all.
-        top_p: sample the most likely up to this sum of probabilities only.
-        seed: of sampling; the random numbers of a sample follow from it, the prompt and the sample's number.
-        samples: texts for each prompt.
-        stop: a text, or several, before which one ends; also special tokens.
-        batch: texts written at once.
+        prompts: a text; or several, each a text, ``{"prompt": text or ids}``, or ``{"messages": [...]}`` for
+            the tokenizer's chat template.
         overrides: of the saved settings, as in ``precision.dtype=fp32``.
+        settings: of the generation, as in ``tokens=64, temperature=0.8``, see
+            :class:`~hexad.generation.texts.Settings`.
 
     Returns:
         One for each prompt and sample, in this order; the same on every rank.
 
     Raises:
-        HexadError: the model or a prompt cannot be used.
+        HexadError: the model, a prompt or a setting cannot be used.
     """
-    if not isinstance(prompts, Sequence):
-        raise HexadError(f"prompts: found {prompts!r}, expected a text or a list of prompts")
-    if not isinstance(stop, Sequence):
-        raise HexadError(f"stop: found {stop!r}, expected a text or a list of texts")
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    wanted = Wanted(tokens, asked_sampling(temperature, top_k, top_p, seed), samples, texts, batch)
-    given = [prompts] if isinstance(prompts, str) else prompts
-    entries: list[Prompt] = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in given]
-    saved = generating_model(find_model(str(source)), overrides, environment().world)
-    with launch(saved.config) as run:
-        return list(generated(run.mesh, run.resolved, saved, entries, wanted))
+    asked(prompts)
+    wanted(settings)
+    with Generator(source, overrides) as generator:
+        return generator.generate(prompts, **settings)
 
 
 def evaluate(

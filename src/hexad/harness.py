@@ -11,8 +11,8 @@ Under torchrun all ranks do this together, tensor-parallel unless overridden; ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from math import nextafter
 from pathlib import Path
 from sys import float_info
@@ -24,12 +24,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hexad.config import ConfigError
 from hexad.dataset.text.chat import load_chat_template
-from hexad.generation.generator import Sampling, load_model
-from hexad.generation.scoring import Likelihood, log_likelihoods
-from hexad.generation.texts import Wanted, write
-from hexad.launching.environment import environment
-from hexad.launching.launch import launch
-from hexad.planning.saved_model import find_model, generating_model
+from hexad.generation.generator import Generator
+from hexad.generation.prompts import Prompt
+from hexad.generation.requests import Request, Sampling
+from hexad.generation.texts import Wanted
 
 _NEW_TOKENS = 256
 """Where a task does not say how many."""
@@ -48,21 +46,16 @@ class HexadLM(LM):
     Args:
         source: a run, a checkpoint, or ``hf:DIR``.
         overrides: of its settings, as in ``precision.dtype=fp32``.
-        batch: texts with equal options that are generated at once.
 
     Raises:
         HexadError: it cannot be used.
     """
 
-    def __init__(self, source: str | Path, overrides: Iterable[str] = (), batch: int = 16) -> None:
+    def __init__(self, source: str | Path, overrides: Iterable[str] = ()) -> None:
         super().__init__()
-        self._stack = ExitStack()
-        saved = generating_model(find_model(str(source)), overrides, environment().world)
-        run = self._stack.enter_context(launch(saved.config))
-        self._config, self._pipeline, self._batch = saved.config, run.mesh.pipeline, batch
-        self._tokenizer = run.agreed(saved.tokenizer)
-        self._model = load_model(run.resolved.config, saved.weights, run.mesh, run.resolved.plan.layers)
-        self._length = saved.positions
+        self._generator = Generator(source, overrides)
+        self._tokenizer, self._config = self._generator.tokenizer, self._generator.saved.config
+        self._length = self._generator.saved.positions
         begin = self._tokenizer.bos or ((self._tokenizer.eod,) if self._tokenizer.eod is not None else ())
         self._begin = list(begin)[-1:]
 
@@ -77,7 +70,7 @@ class HexadLM(LM):
             before = self._tokenizer.encode(context) if context else []
             first = len(before) if before else len(self._begin)
             sequences.append(self._fitting(ids if before else [*self._begin, *ids], first))
-        return [(likelihood.log_probability, likelihood.greedy) for likelihood in self._scored(sequences)]
+        return self._scored(sequences)
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log probability of each whole text, in windows of the model's length."""
@@ -90,21 +83,23 @@ class HexadLM(LM):
             )
             pairs = map(make_disjoint_window, windows)
             sequences = [([*before, *after], len(before)) for before, after in pairs]
-            likelihoods.append(sum(likelihood.log_probability for likelihood in self._scored(sequences)))
+            likelihoods.append(sum(likelihood for likelihood, _ in self._scored(sequences)))
         return likelihoods
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """What the model writes after each context, up to one of the texts in ``until``; those with equal
-        options in batches."""
-        groups: dict[Wanted, list[int]] = {}
-        for number, (_, options) in enumerate(request.args for request in requests):
-            groups.setdefault(_wanted(options, self._batch), []).append(number)
-        texts: dict[int, str] = {}
-        for wanted, numbers in groups.items():
-            prompts = [self._prompt(requests[number].args[0], wanted.tokens) for number in numbers]
-            written = write(self._model, self._tokenizer, prompts, wanted, self._pipeline)
-            texts |= {number: continuation.text for number, continuation in zip(numbers, written)}
-        return [texts[number] for number in range(len(requests))]
+        """What the model writes after each context, up to one of the texts in ``until``."""
+        generator = self._generator
+
+        def texts() -> list[str]:
+            entries: list[tuple[int, Prompt, Request]] = []
+            for number, (context, options) in enumerate(request.args for request in requests):
+                wanted = _wanted(options)
+                prompt = {"prompt": self._prompt(context, wanted.tokens)}
+                entries += [(number, prompt, one) for _, _, one in generator.requests([prompt], wanted)]
+            written = {text.number: text.text for _, text in generator.written(entries)}
+            return [written[number] for number in range(len(requests))]
+
+        return generator.shared(texts)
 
     def _prompt(self, context: str, new: int) -> list[int]:
         """The last ids of a context that leave room for so many new ones."""
@@ -116,10 +111,17 @@ class HexadLM(LM):
         lost = max(0, min(len(ids) - self._length - 1, first - 1))
         return ids[lost:], first - lost
 
-    def _scored(self, sequences: list[tuple[list[int], int]]) -> list[Likelihood]:
+    def _scored(self, sequences: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
+        """Of each sequence the log-probability of its tokens from a number on, and whether each of these is
+        the most likely one."""
         if any(first < 1 for _, first in sequences):
             raise ConfigError("data.tokenizer", "has no token to begin a text with, which this task needs")
-        return log_likelihoods(self._model, sequences, self._pipeline)
+        scored = []
+        for text, (_, first) in zip(self._generator.score([ids for ids, _ in sequences], top=1), sequences):
+            counted = (text.prompt_logprobs or ())[first - 1 :]
+            greedy = all(one.top[0][0] == one.token for one in counted)
+            scored.append((math.fsum(one.value for one in counted), greedy))
+        return scored
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -137,7 +139,7 @@ class HexadLM(LM):
 
     def close(self) -> None:
         """Leave the world."""
-        self._stack.close()
+        self._generator.close()
 
     def __enter__(self) -> HexadLM:
         return self
@@ -146,7 +148,7 @@ class HexadLM(LM):
         self.close()
 
 
-def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
+def _wanted(options: Mapping[str, Any]) -> Wanted:
     """A task's ``generation_kwargs``, as the harness's own adapter for ``transformers`` understands them; a
     value of None is an option that is not given. Sampling without a temperature is at 1.0.
 
@@ -170,7 +172,7 @@ def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
             "generation_kwargs", f"found {listed}; remove it from the task; expected some of {known}"
         )
     sampling = Sampling(temperature if sampled else 0.0, top_k, top_p)
-    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=stop, batch=batch)
+    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=stop)
 
 
 def _stop(until: Any) -> tuple[str, ...]:

@@ -13,13 +13,15 @@ from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.reader import Checkpoint
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
-from hexad.generation.generator import Sampling, generate_all, load_model
+from hexad.generation.loading import load_model
+from hexad.generation.requests import Request
 from hexad.model.configuration import build_config
 from hexad.model.families import families
 from hexad.model.transformer import Transformer
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
+from ..generation.replicas import Room, replica_of, results_of
 from ..pool import Pool
 from ..small import random_tokens
 from ..training.command import call, write_run
@@ -141,13 +143,17 @@ def test_texts_that_grow_beyond_the_original_length_of_longrope(tmp_path: Path) 
     model.save_pretrained(tmp_path / "large")
     convert("import", tmp_path / "large", tmp_path / "ours")
     prompts = [[7, 30, 11], [5] * 10, list(range(20, 33))]  # the length is 10
-    texts = generate_all(loaded(tmp_path / "ours", "fp64"), prompts, 12, Sampling(), lambda *_: False)
-    for prompt, text in zip(prompts, texts, strict=True):
+    ours = loaded(tmp_path / "ours", "fp64")
+    config = build_config({"model": ours.model.model_dump(), "inference": {"cache_tokens": 128}})
+    mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
+    requests = [Request(tuple(prompt), 12) for prompt in prompts]
+    results = results_of(replica_of(ours, config, mesh, Room()), requests, {0: [1, 2, 3]})
+    for prompt, text in zip(prompts, results.values(), strict=True):
         ids = list(prompt)
         with theirs.exact_functions(), torch.no_grad():
             for _ in range(12):
                 ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        assert text == ids[len(prompt) :]
+        assert text.tokens == ids[len(prompt) :]
 
 
 _SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}

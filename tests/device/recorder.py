@@ -209,8 +209,12 @@ class Recorded(Forwarding):
         outputs: list[Tensor],
         exchange: Exchange,
         peer: int | None = None,
-    ) -> Work:
-        """Record a call and pass it on."""
+    ) -> Any:
+        """Record a call and pass it on; messages of the group of all ranks are those of hosts, on no
+        device."""
+        if kind in ("send", "receive") and self is dist.group.WORLD and self._inner is not None:
+            with _disable_current_modes():
+                return exchange(self._inner, inputs, outputs)
         recording, tensors = self._recording, (*inputs, *outputs)
         batch = recording.batch if kind in ("send", "receive") else None
         nbytes = sum(part.nbytes for part in inputs or outputs)

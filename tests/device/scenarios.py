@@ -26,7 +26,7 @@ from ..compat.deepspeed import test_engine as deepspeed_engine
 from ..compat.deepspeed import test_pipe as deepspeed_pipe
 from ..compat.megatron import test_gpt as megatron_gpt
 from ..compat.megatron import test_layers as megatron_layers
-from ..generation import test_context as generation
+from ..generation import test_parity as generation
 from ..parity import harness
 from ..parity.context_cases import CONTEXT_GRID
 from ..parity.harness import DROPPED, EXPERT_GRID, VARIANTS, Case, deep
@@ -246,11 +246,9 @@ SCENARIOS: dict[str, Scenario] = {
     "changed after saves, zero 1": Scenario(2, changed_after_saves, (1, False)),
     "changed after saves, bf16, zero 3": Scenario(2, changed_after_saves, (3, True)),
     "generation, pipeline 2, tensor 2": Scenario(
-        4, generation.computed, ([next(iter(generation.MODELS))], generation.Degrees(1, tensor=2, pipeline=2))
+        4, generation.written_by, ("llama", generation.Degrees(tensor=2, pipeline=2))
     ),
-    "generation, context 2": Scenario(
-        2, generation.computed, ([next(iter(generation.MODELS))], generation.Degrees(2))
-    ),
+    "generation, context 2": Scenario(2, generation.written_by, ("llama", generation.Degrees(context=2))),
     "deepspeed, zero 3, gathered and changed": Scenario(2, deepspeed_engine.changed, (3,)),
     "deepspeed, zero 1, as scripts read": Scenario(2, deepspeed_engine.idioms, (1,)),
     "deepspeed, pipeline, zero 3": Scenario(4, deepspeed_pipe.train, (2, 3, {}, 3, (9, 5))),

@@ -1,130 +1,23 @@
-"""Generation: the cache changes nothing, nor do tensor ranks or, for a seed, chance."""
+"""``hexad generate``: prompts, files, settings, layouts, errors."""
 
 import contextlib
 import io
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from hexad.cli.main import run
-from hexad.config import ConfigError, HexadError
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
-from hexad.generation.cache import KeyValueCache, Lengths
-from hexad.generation.generator import Sampling, choose, generate_all
-from hexad.generation.scoring import log_likelihoods
-from hexad.model.configuration import build_config
-from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import declared_parameters, initialise
+from hexad.generation.generator import Generator
+from hexad.generation.requests import Request
 
-from ..layers import shard_of, whole_model
 from ..pool import Pool
 from ..training.command import Process, RunFile, call, free_port, write_run
-
-FAMILIES = ("llama", "gpt2", "qwen2", "qwen3")
-
-
-def model_of(family: str, **settings: int) -> Transformer:
-    tree = {
-        "family": family,
-        "layers": 2,
-        "hidden": 16,
-        "heads": 4,
-        "ffn_hidden": 24,
-        "vocab": 50,
-        **settings,
-    }
-    positions = {"max_positions": 32} if family == "gpt2" else {}
-    config = build_config({"model": {**tree, **positions, "init_std": 0.5}})
-    model = whole_model(config.model, shard_of())
-    initialise(declared_parameters(model), 7)
-    return model.eval()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_the_cache_equals_a_full_forward(family: str) -> None:
-    model = model_of(family)
-    tokens = torch.randint(0, 50, (1, 20), generator=torch.Generator().manual_seed(3))
-    whole = model.logits(model(tokens))
-    lengths = Lengths([8], 20, torch.device("cpu"))
-    caches = [KeyValueCache(lengths) for _ in model.layers]
-    parts = [model.logits(model(tokens[:, :8], stores=caches))]
-    for start in range(8, 20):  # the prompt, then one token at a time
-        parts.append(model.logits(model(tokens[:, start : start + 1], None, caches, lengths.now)))
-        lengths.advance()
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
-
-
-def alone_after(
-    model: Transformer, prompt: list[int], sampling: Sampling, stop: int | None = None
-) -> list[int]:
-    """Up to 12 new ids of one prompt, the last of which may be ``stop``."""
-    return generate_all(model, [prompt], 12, sampling, lambda _, ids: ids[-1] == stop)[0]
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_prompts_of_any_lengths_continue_as_one_by_one(family: str, window: int | None) -> None:
-    """Also with a window, with draws of their own, and where some end before others."""
-    model = model_of(family, **({"sliding_window": window} if window else {}))
-    prompts = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7], [9, 3]]
-    lengths = [12, 3, 12, 5, 1]
-    for sampling in (Sampling(), Sampling(temperature=1.3, top_k=9)):
-        alone = [
-            alone_after(model, prompt, replace(sampling, seed=number))
-            for number, prompt in enumerate(prompts)
-        ]
-        together = generate_all(
-            model, prompts, 12, sampling, lambda n, ids: len(ids) == lengths[n], seeds=range(len(prompts))
-        )
-        assert together == [ids[:length] for ids, length in zip(alone, lengths)]
-        assert len({tuple(ids) for ids in alone}) > 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_greedy_generation_equals_argmax_of_full_forwards(family: str) -> None:
-    model = model_of(family)
-    prompt = [3, 1, 4, 1, 5]
-    expected = list(prompt)
-    for _ in range(12):
-        logits = model.logits(model(torch.tensor([expected])))[-1, : model.vocab]
-        expected.append(int(logits.argmax()))
-    assert alone_after(model, prompt, Sampling()) == expected[len(prompt) :]
-    # It ends after the stop token, which is among the ids.
-    stop = expected[len(prompt) + 3]
-    ended = alone_after(model, prompt, Sampling(), stop)
-    assert ended == expected[len(prompt) : expected.index(stop, len(prompt)) + 1]
-
-
-def test_choose() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-
-    def drawn(**options: float) -> set[int]:
-        generator = torch.Generator().manual_seed(0)
-        sampling = Sampling(temperature=1.0, **options)  # type: ignore[arg-type]
-        return {int(choose(logits, sampling, generator)) for _ in range(300)}
-
-    assert int(choose(logits, Sampling(), torch.Generator())) == 0
-    assert drawn() == {0, 1, 2, 3}
-    assert drawn(top_k=2) == {0, 1}
-    assert drawn(top_p=0.7) == {0, 1}  # 0.5 does not reach it, 0.5 + 0.3 does
-    assert drawn(top_p=1e-9) == {0}
-
-
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [({"temperature": -1.0}, "--temperature"), ({"top_k": -1}, "--top-k"), ({"top_p": 0.0}, "--top-p")],
-)
-def test_sampling_out_of_range(options: dict[str, float], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}: found "):
-        Sampling(**options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +80,9 @@ def generated_by(rank: int, world: int, request: dict[str, object], port: int) -
         (3, ("parallel.pipeline=3",)),
         (4, ("parallel.tensor=4",)),
         (4, ("parallel.context=2", "parallel.pipeline=2", "data.sequence=15")),
+        (2, ("parallel.data=2",)),
+        (4, ("parallel.data=2",)),
+        (6, ("parallel.data=3", "parallel.pipeline=2")),
     ],
 )
 def test_other_layouts_generate_the_same(
@@ -196,7 +92,9 @@ def test_other_layouts_generate_the_same(
     tensor ranks have a cache on two each. Context ranks need not divide the length of samples."""
     sampling = {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "seed": 3, "as_json": False}
     text = {"prompts": [{"prompt": "the q"}], "tokens": 12, "checkpoint": str(trained.newest)}
-    text |= {"samples": 1, "stop": (), "batch": 4, "lines": False}
+    text |= {"samples": 1, "stop": (), "file": None, "output": None, "min_p": 0.0, "repetition_penalty": 1.0}
+    text |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (), "schema": None}
+    text |= {"logprobs": False, "prompt_logprobs": False, "top_logprobs": 0}
     alone = generated(trained, "--temperature", "1.5", "--top-p", "0.95", "--seed", "3")
     request = {**sampling, **text, "nproc": world, "overrides": overrides}
     first, *others = pool.apart(world, generated_by, request, free_port())
@@ -210,7 +108,7 @@ def test_other_layouts_generate_the_same(
         (["--top-k", "-1"], "--top-k: found -1"),
         (["--top-p", "0"], "--top-p: found 0.0"),
         (["--top-p", "1.5"], "--top-p: found 1.5"),
-        (["--prompt", ""], "--prompt: found no tokens"),
+        (["--prompt", ""], "--prompt: prompt 2: found no tokens"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--nproc", "3"], "parallel.tensor: found 3"),
         (["--nproc", "3", "parallel.pipeline=2"], "--nproc: found 3, expected parallel.tensor 1 x "),
@@ -219,7 +117,8 @@ def test_other_layouts_generate_the_same(
         (["--nproc", "2", "--top-p", "0"], "--top-p: found 0.0"),
         (
             ["parallel.tensor=2"],
-            "--nproc: found 1, expected parallel.tensor 2 x parallel.context 1 x parallel.pipeline 1 = 2",
+            "--nproc: found 1, expected parallel.tensor 2 x parallel.context 1 x parallel.pipeline 1 x "
+            "parallel.data 1 = 2",
         ),
         (["model.hidden=32"], "model.hidden: found 32, but checkpoint"),
         (["--stop", ""], "--stop: found an empty text"),
@@ -258,12 +157,18 @@ def test_a_tokenizer_with_more_ids_than_the_model(
 
 
 def test_prompts_begin_as_the_tokenizer_says(trained: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts: list[list[int]] = []
+    prompts: list[tuple[int, ...]] = []
+    original = Generator.check
+
+    def noted(generator: Generator, request: Request) -> None:
+        prompts.append(request.prompt)
+        original(generator, request)
+
     monkeypatch.setattr(ByteTokenizer, "bos", (256,))
-    monkeypatch.setattr("hexad.generation.texts.write", lambda _, __, ids, *rest: prompts.extend(ids) or [])
+    monkeypatch.setattr(Generator, "check", noted)
     for override in ("data.bos=auto", "data.bos=no"):
         generated(trained, override)
-    assert prompts == [[256, *b"the q"], [*b"the q"]]
+    assert prompts == [(256, *b"the q"), (*b"the q",)]
 
 
 def test_another_sequence_length_is_of_no_matter(trained: RunFile) -> None:
@@ -274,25 +179,6 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     result = call("generate", str(tmp_path), "--prompt", "a")
     assert result.status == 2
     assert result.error.startswith(f"{tmp_path}: neither a checkpoint nor a run directory")
-
-
-@torch.no_grad()
-def test_likelihoods_are_those_of_full_forwards() -> None:
-    """Many sequences in one pass, each by itself."""
-    model = model_of("llama")
-    sequences = [([3, 1, 4, 1, 5], 2), ([9, 2], 1), ([6, 5, 3, 5], 3)]
-    greedy = [7]
-    for _ in range(3):
-        greedy.append(int(model.logits(model(torch.tensor([greedy])))[-1, : model.vocab].argmax()))
-    for (ids, first), likelihood in zip(
-        [*sequences, (greedy, 1)], log_likelihoods(model, [*sequences, (greedy, 1)])
-    ):
-        logs = model.logits(model(torch.tensor([ids])))[:, : model.vocab].double().log_softmax(-1)
-        wanted = sum(float(logs[place - 1, ids[place]]) for place in range(first, len(ids)))
-        assert likelihood.log_probability == pytest.approx(wanted, rel=1e-6)
-        assert likelihood.greedy == (ids == greedy)
-    with pytest.raises(HexadError, match="found 2 tokens of which number 0 is the first"):
-        log_likelihoods(model, [([1, 2], 0)])
 
 
 def test_several_prompts_samples_and_stop_texts(trained: RunFile, tmp_path: Path) -> None:
@@ -307,7 +193,7 @@ def test_several_prompts_samples_and_stop_texts(trained: RunFile, tmp_path: Path
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text, "id": n}) + "\n" for n, text in enumerate(prompts)))
-    printed = lines("--prompts", str(file), "--batch", "2")
+    printed = lines("--prompts", str(file), "inference.sequences=2")
     assert [(line["id"], line["prompt"], line["text"]) for line in printed] == [
         (n, text, pair["text"]) for n, (text, pair) in enumerate(zip(prompts, alone))
     ]
@@ -382,18 +268,104 @@ def test_lines_of_prompts_end_at_line_feeds_only(trained: RunFile, tmp_path: Pat
     assert result.status == 0 and json.loads(result.out)["prompt"] == "a\u2028b\u0085c"
     (tmp_path / "half.jsonl").write_text('{"prompt": "a\\ud800"}')
     error = call("generate", str(trained.directory), "--prompts", str(tmp_path / "half.jsonl")).error
-    assert error.startswith("--prompt: number 1 is not Unicode text")
+    assert error.startswith("--prompt: prompt 1 is not Unicode text")
 
 
-def test_prompts_have_random_numbers_of_their_own() -> None:
-    """A model whose next id depends on nothing but chance: prompts and samples would continue alike."""
-    from hexad.generation.texts import stream
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
-    seeds = {
-        stream(seed, sample, ids)
-        for seed in (3, 4)
-        for sample in range(3)
-        for ids in ([1], [2], [1, 2], [12])
-    }
-    assert len(seeds) == 24 and all(0 <= seed < 2**63 for seed in seeds)
-    assert stream(3, 1, [7, 8]) == stream(3, 1, (7, 8))
+
+def prompts_in(path: Path, count: int) -> Path:
+    path.write_text(
+        "".join(json.dumps({"prompt": "the quick brown"[: n % 15 + 1], "id": n}) + "\n" for n in range(count))
+    )
+    return path
+
+
+def test_a_file_of_texts_is_continued_where_it_ended(trained: RunFile, tmp_path: Path) -> None:
+    """Each text is written once, whatever was written of a last line; those of others are refused."""
+    prompts, output = prompts_in(tmp_path / "in.jsonl", 20), tmp_path / "out.jsonl"
+    options = ["--prompts", str(prompts), "--output", str(output), "--tokens", "6", "--samples", "2"]
+    options += ["--temperature", "1"]
+
+    def write(*more: str) -> str:
+        result = call("generate", str(trained.directory), *options, *more)
+        assert result.status == 0, result.err
+        return result.err
+
+    assert "40 texts, " in write()
+    whole = rows_of(output)
+    assert sorted((row["id"], row["sample"]) for row in whole) == [
+        (n, s) for n in range(20) for s in range(2)
+    ]
+    printed = call("generate", str(trained.directory), *options[:2], *options[4:]).out.splitlines()
+    same = [{key: row[key] for key in row if key != "request"} for row in whole]
+    assert sorted(map(json.dumps, map(json.loads, printed))) == sorted(map(json.dumps, same))
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:17]) + lines[17][:30])
+    assert "23 texts (17 were there), " in write("inference.sequences=3")
+    assert sorted(map(json.dumps, rows_of(output))) == sorted(map(json.dumps, whole))
+    assert "0 texts (40 were there), " in write()
+    other = call("generate", str(trained.directory), *options, "--seed", "5")
+    assert other.error.startswith(
+        f"--output: {output}: 40 of its 40 texts belong to other prompts or settings"
+    )
+    (tmp_path / "notes.txt").write_text("mine\n")
+    options[3] = str(tmp_path / "notes.txt")
+    error = call("generate", str(trained.directory), *options).error
+    assert "notes.txt:1: not a line that 'hexad generate' has written" in error
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+def test_log_probabilities_are_written(trained: RunFile, tmp_path: Path) -> None:
+    result = json.loads(generated(trained, "--json", "--logprobs", "--prompt-logprobs"))["results"][0]
+    assert len(result["logprobs"]) == len(result["tokens"]) and len(result["prompt_logprobs"]) == 4
+    # What was written, given as a prompt, has the same ones.
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"prompt": [*b"the q", *result["tokens"]]}))
+    again = call(
+        "generate", str(trained.directory), "--prompts", str(tmp_path / "ids.jsonl"), "--tokens", "1",
+        "--prompt-logprobs", "--top-logprobs", "2",
+    )  # fmt: skip
+    row = json.loads(again.out)
+    values = [entry["value"] for entry in row["prompt_logprobs"]]
+    assert values == pytest.approx(result["prompt_logprobs"] + result["logprobs"], abs=1e-4)
+    assert all(entry["top"][0][1] >= entry["top"][1][1] for entry in row["prompt_logprobs"])
+    assert "logprobs" not in row
+
+
+def test_texts_conform_to_a_schema(trained: RunFile, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    properties = {"name": {"enum": ["fox", "dog"]}, "legs": {"type": "integer", "minimum": 2, "maximum": 4}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "legs"]}
+    (tmp_path / "schema.json").write_text(json.dumps({**schema, "additionalProperties": False}))
+    options = ["--schema", str(tmp_path / "schema.json"), "--tokens", "60", "--temperature", "1.5", "--json"]
+    for seed in range(3):
+        result = json.loads(generated(trained, *options, "--seed", str(seed)))
+        value = json.loads(result["text"])
+        assert value["name"] in ("fox", "dog") and 2 <= value["legs"] <= 4 and result["ended"] == "document"
+    (tmp_path / "schema.json").write_text('{"type": "objekt"}')
+    wrong = call("generate", str(trained.directory), "--prompt", "a", *options)
+    assert wrong.error.startswith("--schema: found one that cannot be used: ")
+    (tmp_path / "schema.json").write_text("{")
+    wrong = call("generate", str(trained.directory), "--prompt", "a", *options)
+    assert wrong.error.startswith("--schema: is not a JSON schema: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        (["--logit-bias", "a=1"], "--logit-bias: found 'a=1', expected ID=NUMBER"),
+        (["--logit-bias", "257=1"], "--logit-bias: found token 257, but the model's vocabulary is 257"),
+        (["--min-p", "2", "--temperature", "1"], "--min-p: found 2.0"),
+        (["--output", "x.jsonl", "--json"], "--output: found --json beside it"),
+        (
+            ["inference.cache_tokens=16", "--tokens", "64"],
+            "--tokens: 1 prompt tokens and 64 new ones exceed the",
+        ),
+        (["inference.memory_part=2"], "inference.memory_part: found 2"),
+        (["--schema", "/none"], "--schema: /none: cannot be read"),
+    ],
+)
+def test_more_errors(trained: RunFile, options: list[str], start: str) -> None:
+    result = call("generate", str(trained.directory), "--prompt", "a", *options)
+    assert result.status == 2 and result.error.startswith(start)

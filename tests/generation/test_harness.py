@@ -160,25 +160,12 @@ def test_context_ranks_find_the_same(adapter: Any, trained: Path, pool: Pool) ->
         assert texts == written
 
 
-def test_texts_are_written_in_batches_of_equal_options(
-    adapter: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_with_other_options_are_written_together(adapter: Any, trained: Path) -> None:
     """Equal to one by one, and in the order of the requests."""
-    from hexad.generation import texts
-
-    sizes: list[int] = []
-    original = texts.generate_all
-
-    def counted(model: Any, prompts: list[list[int]], *rest: Any) -> list[list[int]]:
-        sizes.append(len(prompts))
-        return original(model, prompts, *rest)
-
-    monkeypatch.setattr(texts, "generate_all", counted)
     sampled = {"until": "9", "max_gen_toks": 5, "temperature": 2.0, "do_sample": True, "top_k": 9}
     asked = [("line", UNTIL), ("1: 1", sampled), ("a", {**UNTIL}), ("line", sampled), ("x" * 40, UNTIL)]
-    with adapter.HexadLM(trained, batch=2) as model:
+    with adapter.HexadLM(trained) as model:
         together = model.generate_until(requests("generate_until", *asked))
-        assert sizes == [2, 1, 2]
         alone = [model.generate_until(requests("generate_until", request))[0] for request in asked]
         assert model.generate_until([]) == []
     assert together == alone
@@ -187,11 +174,11 @@ def test_texts_are_written_in_batches_of_equal_options(
 
 def test_generation_options_are_read_as_by_the_harness(adapter: Any) -> None:
     def wanted(**options: Any) -> Any:
-        return adapter._wanted(options, 3)
+        return adapter._wanted(options)
 
     none = dict.fromkeys(("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "penalty"))
     assert wanted(**none) == wanted() == wanted(num_beams=1, until=[""])
-    assert (wanted().tokens, wanted().batch, wanted().sampling.temperature) == (256, 3, 0.0)
+    assert (wanted().tokens, wanted().sampling.temperature) == (256, 0.0)
     assert wanted(max_tokens=9, max_new_tokens=8).tokens == 8
     assert wanted(until="a").stop == wanted(until=["a"]).stop == ("a",)
     temperatures = [
@@ -225,7 +212,7 @@ def test_wrong_generation_options_are_named(
     for value in values:
         message = rf"^generation_kwargs\.{name}: found {re.escape(repr(value))}, expected {expected}; "
         with pytest.raises(ConfigError, match=message):
-            adapter._wanted({name: value}, 3)
+            adapter._wanted({name: value})
 
 
 def test_conversations_are_rendered(adapter: Any, trained: Path) -> None:

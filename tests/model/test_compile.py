@@ -125,7 +125,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "add_layer": (residual._add_norm, (True, x, y, rows, constants, [weight, weight], 1e-5)),
         "rms_backward": (ops.rms_backward, (gradient, x, scale, weight)),
         "statistics": (loss._statistics, (logits, labels, 0, 251)),
-        "merge": (attention._merge_, (heads + 1, lses[0], heads, lses[1])),
+        "merge": (attention.merge_, (heads + 1, lses[0], heads, lses[1])),
         "adamw": (optimizer._adamw_, (*moments, moments[0].bfloat16(), torch.rand(4), (0.9, 0.95), 1e-8)),
         "gradient": (loss._gradient_, (logits, labels, 0, 251, highest, sums, torch.tensor(0.3))),
     }

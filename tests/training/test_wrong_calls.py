@@ -1,7 +1,6 @@
 """Wrong arguments of Python's functions are refused in one line that names them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,9 +112,11 @@ def test_refused(call: Call, says: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [3, {"prompts": "a"}, {"prompt": 3}, {"prompt": "a", "messages": []}])
-def test_a_prompt_of_another_form_is_refused(tmp_path: Path, prompt: Any) -> None:
+def test_a_prompt_of_another_form_is_refused(prompt: Any) -> None:
     from hexad.dataset.text.tokenizer import load_tokenizer
-    from hexad.planning.saved_model import encoded
+    from hexad.generation.prompts import PromptEncoder
+    from hexad.planning.saved_model import SavedModel
 
+    encoder = PromptEncoder(SavedModel("", hexad.load_config(SETTINGS), 16), load_tokenizer("byte"))
     with pytest.raises(HexadError, match=r'prompt 1: found .*, expected an object with "prompt", a text'):
-        encoded([prompt], hexad.load_config(SETTINGS), load_tokenizer("byte"))
+        encoder.ids(prompt, "prompt 1")

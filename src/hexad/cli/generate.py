@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import ConfigError, HexadError, one_line
-from hexad.config.files import readable
+from hexad.config import ConfigError, HexadError
 
 from .options import json_option, nproc_option, overrides_argument, run_ranks
 
 if TYPE_CHECKING:
+    from hexad.generation.generator import Generator
+    from hexad.generation.requests import Request
     from hexad.generation.texts import Continuation, Wanted
+
+_CHECKED = 1000
+"""Prompts of a file that are checked before ranks are started."""
+_COUNT = click.IntRange(1, 2**20)
+_TOP = click.IntRange(0, 20)
 
 
 @click.command("generate")
@@ -26,21 +34,19 @@ if TYPE_CHECKING:
     "--prompts",
     "file",
     metavar="FILE.jsonl",
-    help='Prompts, a line each: {"prompt": ...} or {"messages": [...]}; "-": stdin. Prints the same lines '
-    "with what was written.",
+    help='Prompts, a line each: {"prompt": text or ids} or {"messages": [...]}; "-": stdin. Prints the same '
+    "lines with what was written.",
 )
 @click.option(
-    "--tokens", type=click.IntRange(1, 2**20), default=128, show_default=True, help="New tokens at most."
+    "--output",
+    metavar="OUT.jsonl",
+    help="Write the lines to this file as they end; a generation that was interrupted is continued.",
 )
+@click.option("--tokens", type=_COUNT, default=128, show_default=True, help="New tokens at most.")
 @click.option(
     "--stop", multiple=True, metavar="TEXT", help="End before this text; several with several options."
 )
-@click.option(
-    "--samples", type=click.IntRange(1, 2**20), default=1, show_default=True, help="Texts for each prompt."
-)
-@click.option(
-    "--batch", type=click.IntRange(1, 2**20), default=16, show_default=True, help="Texts written at once."
-)
+@click.option("--samples", type=_COUNT, default=1, show_default=True, help="Texts for each prompt.")
 @click.option(
     "--temperature", type=float, default=0.0, show_default=True, help="0 selects the most likely token."
 )
@@ -50,7 +56,36 @@ if TYPE_CHECKING:
 @click.option(
     "--top-p", type=float, default=1.0, show_default=True, help="Sample the most likely up to this sum only."
 )
+@click.option(
+    "--min-p",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Sample those with this part of the largest probability only.",
+)
+@click.option(
+    "--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat tokens less."
+)
+@click.option(
+    "--presence-penalty",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Subtracted from logits of tokens in the new text.",
+)
+@click.option(
+    "--frequency-penalty",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Subtracted as often as they occur.",
+)
+@click.option("--logit-bias", multiple=True, metavar="ID=NUMBER", help="Added to the logit of a token.")
 @click.option("--seed", type=int, default=1234, show_default=True, help="Seed of sampling.")
+@click.option("--logprobs", is_flag=True, help="Write the log-probability of each new token.")
+@click.option("--prompt-logprobs", is_flag=True, help="Write those of the prompt's tokens but the first.")
+@click.option("--top-logprobs", type=_TOP, default=0, help="Beside each, so many of the most likely tokens.")
+@click.option("--schema", metavar="FILE.json", help="Write JSON of this schema only.")
 @nproc_option("tensor")
 @json_option
 def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None, **options: Any) -> int:
@@ -58,84 +93,133 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
 
     The model is sharded over --nproc tensor-parallel ranks; with parallel.pipeline=2 over half as many in
     each of two stages. With parallel.context=2 it is sharded over half as many, and two of each process the
-    prompts in parallel. Every layout writes the same text.
+    prompts in parallel; with parallel.data=2 there are two replicas. Every layout writes the same text.
     """
+    from hexad.generation.prompts import PromptEncoder
     from hexad.launching.environment import environment
-    from hexad.planning.saved_model import encoded, find_model, generating_model
+    from hexad.planning.saved_model import find_model, generating_model
 
     nproc = environment().world if environment().joined else nproc
-    request = {**options, "checkpoint": find_model(source), "nproc": nproc}
-    request["prompts"] = [{"prompt": text} for text in prompt] + list(_read_prompts(file))
-    request["lines"] = file is not None
-    if not request["prompts"]:
+    request = {**options, "checkpoint": find_model(source), "nproc": nproc, "file": file}
+    request["prompts"] = [{"prompt": text} for text in prompt]
+    request["schema"] = _schema(options["schema"])
+    if options["output"] is not None and options["as_json"]:
+        raise HexadError("--output: found --json beside it, which prints the texts; give one of them")
+    if not (prompt or file):
         raise ConfigError("--prompt", "found none; give --prompt TEXT or --prompts FILE.jsonl")
-    # Refuse what is wrong before any rank is started.
-    model = generating_model(request["checkpoint"], request["overrides"], nproc)
-    _wanted(request)
-    encoded(request["prompts"], model.config, model.tokenizer())
-    return run_ranks("generate", request, nproc)
+    with _kept(request) if file == "-" else nullcontext():
+        # Refuse what is wrong before any rank is started.
+        saved = generating_model(request["checkpoint"], request["overrides"], nproc)
+        _wanted(request)
+        encoder = PromptEncoder(saved, saved.tokenizer())
+        for number, entry in enumerate(_prompts(request), 1):
+            if number <= _CHECKED:
+                encoder.ids(entry, f"prompt {number}")
+        return run_ranks("generate", request, nproc)
 
 
-def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
-    """The lines of ``--prompts``."""
+def _kept(request: dict[str, Any]) -> Any:
+    """Keep the prompts of stdin in a file, which is read several times."""
+    from hexad.generation.files import read_prompts
+
+    kept = tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8")  # noqa: SIM115 (the caller's)
+    for entry in read_prompts("-"):
+        kept.write(json.dumps(entry) + "\n")
+    kept.flush()
+    request["file"], request["name"] = kept.name, "-"
+    return kept
+
+
+def _prompts(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All prompts, in their order."""
+    from hexad.generation.files import read_prompts
+
+    yield from request["prompts"]
+    if request["file"] is not None:
+        yield from read_prompts(request["file"])
+
+
+def _schema(file: str | None) -> str | None:
+    from hexad.config.files import readable
+    from hexad.generation.constraints import schema_text
+
     if file is None:
-        return
-    name = "stdin" if file == "-" else file
+        return None
     try:
-        text = sys.stdin.read() if file == "-" else readable(file).read_text(encoding="utf-8")
+        return schema_text(readable(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(f"--prompts: {name}: cannot be read: {one_line(error)}") from None
-    for number, line in enumerate(text.split("\n"), 1):  # other separators may stand inside a JSON string
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise HexadError(f"--prompts: {name}:{number}: not JSON: {error}") from None
-        given = [key for key in ("prompt", "messages") if isinstance(entry, dict) and key in entry]
-        if len(given) != 1 or not isinstance(entry[given[0]], str if given == ["prompt"] else list):
-            raise HexadError(
-                f'--prompts: {name}:{number}: expected an object with "prompt", a text, or "messages", a list'
-            )
-        yield entry
+        raise HexadError(f"--schema: {file}: cannot be read: {error}") from None
 
 
 def _wanted(request: dict[str, Any]) -> Wanted:
-    from hexad.generation.generator import asked_sampling
+    from hexad.generation.requests import Sampling, asked_sampling
     from hexad.generation.texts import Wanted
 
-    sampling = asked_sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
-    return Wanted(request["tokens"], sampling, request["samples"], tuple(request["stop"]), request["batch"])
+    names = "temperature", "top_k", "top_p", "seed", "min_p"
+    penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
+    values = {name: request[name] for name in (*names, *penalties)}
+    sampling = asked_sampling(Sampling(**values, logit_bias=tuple(map(_bias, request["logit_bias"]))))
+    top = request["top_logprobs"]
+    return Wanted(
+        request["tokens"],
+        sampling,
+        request["samples"],
+        tuple(request["stop"]),
+        top if request["logprobs"] else None,
+        top if request["prompt_logprobs"] else None,
+        request["schema"],
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ConfigError("--logit-bias", f"found '{text}', expected ID=NUMBER, as in 42=-1.5") from None
 
 
 def generate_here(request: dict[str, Any]) -> None:
     """Be one rank of the generation; the first prints the texts."""
-    from hexad.generation.texts import generated
-    from hexad.launching.launch import launch
+    from hexad.generation.generator import Generator
     from hexad.planning.saved_model import generating_model
 
     saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
-    with launch(saved.config) as run:
-        warn = lambda message: click.echo(f"warning: {message}", err=True)  # noqa: E731
-        texts = generated(run.mesh, run.resolved, saved, request["prompts"], _wanted(request), warn)
-        if run.mesh.rank == 0:
-            _print(request, texts)
-        else:
-            list(texts)
+    with Generator(saved) as generator:
+        write = _write if request["output"] is not None else _print
+        generator.shared(lambda: write(request, generator, _wanted(request)))
 
 
-def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
-    """Print each text as soon as its batch is complete; with ``--json`` all in one document."""
-    several = request["lines"] or len(request["prompts"]) * request["samples"] > 1
+def _requests(
+    prompts: Iterable[Mapping[str, Any]], generator: Generator, wanted: Wanted
+) -> Iterator[tuple[int, Mapping[str, Any], Request]]:
+    """The requests of prompts, made as they are needed; warns once of positions that the model was not made
+    for."""
+    warned = False
+    for entry in generator.requests(prompts, wanted):
+        if not warned and entry[2].longest > generator.saved.positions:
+            click.echo(
+                f"warning: prompt and new tokens reach {entry[2].longest} positions, the model was made for "
+                f"{generator.saved.positions} (model.max_positions)",
+                err=True,
+            )
+            warned = True
+        yield entry
+
+
+def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> None:
+    """Print each text as soon as those before it are complete; with ``--json`` all in one document."""
+    from hexad.generation.files import row
+
+    lines = request["file"] is not None
+    several = lines or len(request["prompts"]) * request["samples"] > 1
     documents = []
-    for text in texts:
-        entry = request["prompts"][text.number]
-        document = {**entry, "text": text.text, "tokens": text.tokens, "ended": text.ended}
-        if request["samples"] > 1:
-            document["sample"] = text.sample
+    texts = generator.written(_requests(_prompts(request), generator, wanted))
+    for entry, text in _in_order(texts, wanted.samples):
+        document = row(entry, text, wanted)
         if request["as_json"]:
             documents.append(document)
-        elif request["lines"]:
+        elif lines:
             click.echo(json.dumps(document, ensure_ascii=False))
         else:
             if several and (text.number or text.sample):
@@ -144,3 +228,76 @@ def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
     if request["as_json"]:
         alone = {} if several else documents[0]  # its keys are outside too
         click.echo(json.dumps({**alone, "results": documents}))
+
+
+def _in_order(
+    texts: Iterable[tuple[Mapping[str, Any], Continuation]], samples: int
+) -> Iterator[tuple[Mapping[str, Any], Continuation]]:
+    """Prompts with their texts, in the order of the prompts; what ends before its turn is kept."""
+    kept: dict[tuple[int, int], tuple[Mapping[str, Any], Continuation]] = {}
+    following = 0, 0
+    for entry, text in texts:
+        kept[text.number, text.sample] = entry, text
+        while following in kept:
+            yield kept.pop(following)
+            number, sample = following
+            following = (number, sample + 1) if sample + 1 < samples else (number + 1, 0)
+
+
+def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> None:
+    """Write texts to the file as they end."""
+    from hexad.generation.files import TextFile, digest, row
+
+    model = str(request["checkpoint"])
+    digests = {
+        digest(number, prompt, sample, model, wanted)
+        for number, prompt in enumerate(_prompts(request))
+        for sample in range(wanted.samples)
+    }
+    with TextFile(request["output"]) as file, _Progress(len(digests), len(file.known)) as progress:
+        file.check(digests)
+        done = frozenset(file.known)
+        missing = (
+            entry
+            for entry in _requests(_prompts(request), generator, wanted)
+            if digest(entry[0], entry[1], entry[2].sample, model, wanted) not in done
+        )
+        for prompt, text in generator.written(missing):
+            file.add(row(prompt, text, wanted), digest(text.number, prompt, text.sample, model, wanted))
+            progress.add(len(text.tokens))
+    click.echo(progress.summary(request["output"]), err=True)
+
+
+class _Progress:
+    """A bar on stderr of texts, with tokens per second; hidden where that is no terminal."""
+
+    def __init__(self, total: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._bar.add_task("texts", total=total, completed=done, rate="")
+        self._began, self._tokens, self._before, self._texts = time.monotonic(), 0, done, 0
+
+    def add(self, tokens: int) -> None:
+        """Count a text of so many tokens."""
+        self._tokens += tokens
+        self._texts += 1
+        self._bar.update(self._task, advance=1, rate=f"{self._rate():,.0f} tokens/s")
+
+    def _rate(self) -> float:
+        return self._tokens / max(1e-9, time.monotonic() - self._began)
+
+    def summary(self, path: str) -> str:
+        """What was done, for the end."""
+        before = f" ({self._before:,} were there)" if self._before else ""
+        return f"{path}: {self._texts:,} texts{before}, {self._tokens:,} tokens, {self._rate():,.0f} tokens/s"
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

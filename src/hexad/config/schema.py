@@ -439,6 +439,29 @@ class ValidateSettings(Settings):
     (early stopping); 0: never."""
 
 
+class InferenceSettings(Settings):
+    """Generation: the key/value cache, and how sequences share a forward pass. Nothing here changes what is
+    generated."""
+
+    cache_tokens: Positive | Literal["auto"] = "auto"
+    """Tokens of the key/value cache of a model replica; ``auto``: what fits into ``inference.memory_part``. A
+    sequence that does not fit beside the others is computed again later."""
+    memory_part: Annotated[Number, Field(gt=0, le=1)] = 0.8
+    """Part of the memory that is free after the weights are loaded which the cache may take: of a GPU's, or
+    of the host's, shared among its ranks."""
+    block: Positive | Literal["auto"] = "auto"
+    """Tokens of a block of the cache; ``auto``: 256 on GPUs, 32 on CPUs. Prompts that begin alike share
+    complete blocks."""
+    batch_tokens: Positive = 2048
+    """Tokens of a forward pass at most: one of each running sequence, and parts of prompts."""
+    sequences: Positive = 256
+    """Sequences that run at once; others wait."""
+    queue: Count = 1024
+    """Requests that wait in ``hexad serve``; more are refused with status 429."""
+    grace: NonNegativeFloat = 30.0
+    """Seconds that ``hexad serve`` has for running requests after it was asked to stop."""
+
+
 class Config(Settings):
     """The whole configuration: one tree, one YAML file."""
 
@@ -455,6 +478,7 @@ class Config(Settings):
     faults: FaultSettings = FaultSettings()
     log: LogSettings = LogSettings()
     validate_: Annotated[ValidateSettings, Field(alias="validate")] = ValidateSettings()
+    inference: InferenceSettings = InferenceSettings()
 
     model_config = ConfigDict(serialize_by_alias=True)
 

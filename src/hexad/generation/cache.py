@@ -1,92 +1,149 @@
-"""Keys and values of sequences of different lengths, kept from one token to the next."""
+"""The keys and values of all layers of a stage, and how the tokens of a step are arranged in them.
+
+Context ranks divide the tokens of a step, equally and in their order; each has the keys of all tokens, and
+computes the attention of its own.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from hexad.comm import all_gather
+from hexad.model.attention_kernels import AttentionKernel
+from hexad.topology.mesh import Axis
 
-class Lengths:
-    """How many tokens of each sequence, at first its prompt's, are kept, the same for all layers.
+from .paged_attention import Pages, Queries, gathered, over_runs
+from .scheduler import Part
+
+
+class Memory:
+    """Keys and values of every layer of this rank's stage.
 
     Attributes:
-        capacity: tokens of the longest sequence in the end.
-        now: int64 ``[sequences]``, tokens kept, and so the position of each sequence's next token.
-        bounds: where prompts begin in their concatenation, and its end.
+        keys, values: by layer, ``[slots, this rank's key/value heads, width]``.
     """
 
-    def __init__(self, lengths: Sequence[int], capacity: int, device: torch.device) -> None:
-        self.now = torch.tensor(lengths, dtype=torch.int64, device=device)
-        self.bounds = (0, *torch.tensor(lengths).cumsum(0).tolist())
-        self.capacity = capacity
-        self._longest, self._even = max(lengths), len(set(lengths)) == 1
-        self.masks: dict[int | None, Tensor | None] = {}
+    def __init__(
+        self,
+        layers: Sequence[int],
+        slots: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.keys, self.values = (
+            {layer: torch.empty((slots, *shape), dtype=dtype, device=device) for layer in layers}
+            for _ in range(2)
+        )
 
-    def advance(self) -> None:
-        """Count one more token of every sequence."""
-        self.now += 1
-        self._longest += 1
-        self.masks.clear()
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these sequences."""
-        self.now = self.now[rows]
-        self.masks.clear()
+@dataclass(eq=False)
+class StepCache:
+    """The cache as the layers of a model use it in one step: a
+    :class:`~hexad.model.positions.KeyValueCache`.
+
+    Attributes:
+        memory: of this rank.
+        parts: the step's tokens.
+        context: axis of the ranks that divide them.
+        device: of the tensors.
+    """
+
+    memory: Memory
+    parts: Sequence[Part]
+    context: Axis
+    device: torch.device
+
+    @cached_property
+    def total(self) -> int:
+        """Tokens of the step."""
+        return sum(len(part.tokens) for part in self.parts)
+
+    @cached_property
+    def share(self) -> int:
+        """Tokens of a context rank; the last ones may have padding."""
+        return -(-self.total // self.context.size)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, the new one included."""
-        return self._longest + 1
+    def begin(self) -> int:
+        """Number of this rank's first token."""
+        return self.share * self.context.rank
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """bool ``[sequences, 1, 1, longest]``: the tokens that each new one sees; None if it sees all."""
-        if window not in self.masks:
-            if self._even and (window is None or window >= self.longest):
-                self.masks[window] = None
-            else:
-                place, last = torch.arange(self.longest, device=self.now.device), self.now[:, None]
-                seen = place <= last
-                if window is not None:
-                    seen &= place > last - window
-                self.masks[window] = seen[:, None, None]
-        return self.masks[window]
+    @cached_property
+    def tokens(self) -> Tensor:
+        """int64 ``[1, this rank's tokens]``: their ids; of padding 0."""
+        return self._mine(list(chain.from_iterable(part.tokens for part in self.parts)))[None]
 
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 ``[this rank's tokens]``: the place of each in its sequence."""
+        numbers = (range(part.begin, part.begin + len(part.tokens)) for part in self.parts)
+        return self._mine(list(chain.from_iterable(numbers)))
 
-class KeyValueCache:
-    """Keys and values of one layer, of sequences with these lengths."""
+    def lengths(self) -> Tensor:
+        """int64 ``[this rank's tokens]``: the tokens of the sequence of each."""
+        return self._mine([part.length for part in self.parts for _ in part.tokens])
 
-    def __init__(self, lengths: Lengths) -> None:
-        self.lengths = lengths
-        self.filled = False
-        self._keys = torch.empty(0)
-        self._values = torch.empty(0)
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
+        """Keep the new tokens' keys and values, and compute attention over all so far.
 
-    def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Store keys and values of the prompts, ``[all their tokens, heads, width]``; the rest is padding."""
-        bounds, (_, heads, width) = self.lengths.bounds, keys.shape
-        shape = (len(bounds) - 1, heads, self.lengths.capacity, width)
-        self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
-        for row, (begin, end) in enumerate(pairwise(bounds)):
-            self._keys[row, :, : end - begin] = keys[begin:end].transpose(0, 1)
-            self._values[row, :, : end - begin] = values[begin:end].transpose(0, 1)
-        self.filled = True
-
-    def extend(
-        self, keys: Tensor, values: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append one token of each sequence, ``[sequences, heads, width]``.
+        Args:
+            layer: its number in the model.
+            q: ``[this rank's tokens, heads, width]``.
+            k, v: ``[this rank's tokens, key/value heads, width]``.
+            kernel: the layer's, for its scale and window.
 
         Returns:
-            all keys and values, ``[sequences, heads, longest, width]``, and which of them each new token
-            sees, see :meth:`Lengths.mask`.
+            ``[this rank's tokens, heads * width]``.
         """
-        rows = torch.arange(len(keys), device=keys.device)
-        self._keys[rows, :, self.lengths.now] = keys
-        self._values[rows, :, self.lengths.now] = values
-        longest = self.lengths.longest
-        return self._keys[:, :, :longest], self._values[:, :, :longest], self.lengths.mask(window)
+        if self.context.size > 1:
+            k, v = all_gather(torch.cat((k, v), dim=1), self.context).chunk(2, dim=1)
+        k, v = k[: self.total], v[: self.total]
+        keys, values = self.memory.keys[layer], self.memory.values[layer]
+        keys.index_copy_(0, self._slots, k)
+        values.index_copy_(0, self._slots, v)
+        compute = over_runs if q.device.type == "cpu" else gathered
+        out = compute(q, Pages(keys, values, k, v), self._queries, kernel.scale, kernel.window)
+        return out.flatten(1)
 
-    def keep(self, rows: Tensor) -> None:
-        """Keep only these sequences."""
-        self._keys, self._values = self._keys[rows], self._values[rows]
+    @cached_property
+    def _slots(self) -> Tensor:
+        """int64 ``[tokens of the step]``: where the keys of each go."""
+        slots: list[int] = []
+        for part in self.parts:
+            left: list[int] = []
+            missing = len(part.tokens)
+            for slot, tokens in reversed(part.runs):
+                count = min(tokens, missing)
+                left[:0] = range(slot + tokens - count, slot + tokens)
+                missing -= count
+                if not missing:
+                    break
+            slots += left
+        return torch.tensor(slots, dtype=torch.int64, device=self.device)
+
+    @cached_property
+    def _queries(self) -> list[Queries]:
+        """The parts of this rank's tokens."""
+        queries, place = [], 0
+        first, last = self.begin, min(self.begin + self.share, self.total)
+        for part in self.parts:
+            low, high = max(place, first), min(place + len(part.tokens), last)
+            if low < high:
+                position = part.begin + low - place
+                rows = low - first, high - first
+                queries.append(Queries(rows, low, position, part.runs, part.origin))
+            place += len(part.tokens)
+        return queries
+
+    def _mine(self, values: list[int]) -> Tensor:
+        """This rank's part of the values of all tokens, with zeros for padding."""
+        mine = values[self.begin : self.begin + self.share]
+        mine += [0] * (self.share - len(mine))
+        return torch.tensor(mine, dtype=torch.int64, device=self.device)

@@ -1,23 +1,17 @@
-"""From prompts or conversations to texts: many at once, several samples of each, ended by a text or the end
-of a document, in the world this process belongs to."""
+"""What is wanted of a generation, in texts, and what comes of it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
-from hexad.comm import agreed
-from hexad.config import ConfigError
+from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.dataset.text.tokenizer import Tokenizer
-from hexad.model.transformer import Transformer
-from hexad.planning import Resolved
-from hexad.planning.saved_model import Prompt, SavedModel, encoded, ending_ids
-from hexad.topology.mesh import Axis, Mesh
 
-from .generator import Sampling, generate_all, load_model
+from .constraints import schema_text
+from .prompts import Prompt, PromptEncoder
+from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
 
 
 @dataclass(frozen=True)
@@ -30,15 +24,19 @@ class Continuation:
         text: without the prompt, and without what ended it.
         tokens: the new ids, with what ended them.
         ended: by a token that ends a ``document`` or an answer, a ``stop`` text, or the ``length``.
-        prompt: the text or the messages that it continues; None where ids were given.
+        prompt: the text, the ids or the messages that it continues.
+        logprobs: of the new tokens, where they were asked for.
+        prompt_logprobs: of the prompt's tokens but the first, where they were asked for.
     """
 
     number: int
     sample: int
     text: str
     tokens: list[int]
-    ended: Literal["document", "stop", "length"]
+    ended: Ending
     prompt: Any = None
+    logprobs: tuple[Logprob, ...] | None = None
+    prompt_logprobs: tuple[Logprob, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,14 @@ class Wanted:
         tokens: new ids at most.
         sampling: how they are chosen; every sample of every prompt has random numbers of its own.
         samples: of each prompt.
-        stop: texts at which one ends.
-        batch: texts written at once.
+        stop: texts at which one ends; also special tokens.
+        logprobs: the log-probabilities of new tokens are wanted, with so many of the most likely ones beside
+            each; None: not.
+        prompt_logprobs: the same of prompts.
+        schema: a JSON schema, as JSON, that texts conform to.
 
     Raises:
-        ConfigError: a number below 1, several samples that would all be the same, an empty text to
+        ConfigError: a number out of range, several samples that would all be the same, an empty text to
             stop at, or one that is not Unicode.
     """
 
@@ -61,13 +62,23 @@ class Wanted:
     sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
     samples: int = 1
     stop: tuple[str, ...] = ()
-    batch: int = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    schema: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "samples", "batch"):
+        for name, least in (("tokens", self.prompt_logprobs is None), ("samples", 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"--{name}", f"found {value!r}, expected an integer of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(
+                    f"--{name}", f"found {value!r}, expected an integer of at least {int(least)}"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            known = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_LOGPROBS
+            if value is not None and not known:
+                expected = f"found {value!r}, expected 0 to {MOST_LOGPROBS}"
+                raise ConfigError(f"--{name.replace('_', '-')}", expected)
         if self.samples > 1 and self.sampling.temperature == 0:
             raise ConfigError(
                 "--samples",
@@ -81,93 +92,120 @@ class Wanted:
             except (AttributeError, UnicodeEncodeError):
                 raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
+    def requests(
+        self, prompt: Prompt, encoder: PromptEncoder, tokenizer: Tokenizer, name: str
+    ) -> list[Request]:
+        """The requests of a prompt, one for each sample; ``name`` is the prompt's in messages.
 
-def write(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    wanted: Wanted,
-    pipeline: Axis | None = None,
-    ends: Sequence[frozenset[int]] = (),
-) -> Iterator[Continuation]:
-    """Continue prompts, given by their ids, in their order, each with all its samples; all ranks together.
+        Raises:
+            HexadError: the prompt cannot be used.
+        """
+        specials = tokenizer.specials
+        ends = encoder.ends(prompt) | {specials[text] for text in self.stop if text in specials}
+        stop = tuple(text for text in self.stop if text not in specials)
+        ids = encoder.ids(prompt, name)
+        return [
+            Request(
+                ids,
+                self.tokens,
+                self.sampling,
+                sample,
+                ends,
+                stop,
+                self.logprobs,
+                self.prompt_logprobs,
+                self.schema,
+            )
+            for sample in range(self.samples)
+        ]
 
-    ``pipeline`` is the axis of the stages; ``ends`` are, of every prompt, the ids that end a text beside the
-    tokenizer's end of a document.
+
+class Settings(TypedDict, total=False):
+    """The settings of a generation as arguments of :meth:`hexad.Generator.generate`.
+
+    Attributes:
+        tokens: new tokens at most; 128.
+        temperature: 0 selects the most likely token; 0.
+        top_k: sample the ``k`` most likely only; 0: all.
+        top_p: sample the most likely up to this sum of probabilities only; 1.
+        min_p: sample those with at least this part of the largest probability only; 0.
+        repetition_penalty: divides the logits of tokens in the prompt or in the text so far; 1.
+        presence_penalty, frequency_penalty: are subtracted from the logits of tokens in the text so far, the
+            latter as often as they occur; 0.
+        logit_bias: by token id, what is added to its logit.
+        seed: of sampling; the random numbers of a sample follow from it, the prompt and the sample's number.
+        samples: texts for each prompt; 1.
+        stop: a text, or several, before which one ends; also special tokens.
+        logprobs: the log-probabilities of the new tokens are wanted, with so many of the most likely ones
+            beside each, up to 20; None: not.
+        prompt_logprobs: the same of the prompts' tokens but the first.
+        schema: a JSON schema that texts conform to (``pip install 'hexad[constraints]'``).
+    """
+
+    tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    samples: int
+    stop: str | Sequence[str]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    schema: Any
+
+
+def wanted(settings: Mapping[str, Any]) -> Wanted:
+    """What :class:`Settings` ask for.
 
     Raises:
-        HexadError: as for :func:`~hexad.generation.generator.generate_all`.
+        HexadError: an unknown setting, or a value of the wrong type or out of range.
     """
-    specials = tokenizer.specials
-    stop = tuple(text for text in wanted.stop if text not in specials)
-    common = {tokenizer.eod, *(specials[text] for text in wanted.stop if text in specials)}
-    ending = [common | (ends[number] if ends else set()) for number in range(len(prompts))]
-    tasks = [(number, sample) for number in range(len(prompts)) for sample in range(wanted.samples)]
-    for begin in range(0, len(tasks), wanted.batch):
-        group = tasks[begin : begin + wanted.batch]
-
-        def ended(row: int, new: list[int], group: list[tuple[int, int]] = group) -> bool:
-            return new[-1] in ending[group[row][0]] or _stopped(tokenizer, new, stop)
-
-        numbers = [prompts[number] for number, _ in group]
-        seeds = [stream(wanted.sampling.seed, sample, ids) for (_, sample), ids in zip(group, numbers)]
-        ids = generate_all(model, numbers, wanted.tokens, wanted.sampling, ended, seeds, pipeline)
-        for (number, sample), new in zip(group, ids):
-            text = tokenizer.decode(new)
-            reason: Literal["document", "stop", "length"]
-            reason = "document" if new[-1] in ending[number] else "length"
-            if places := [place for place in map(text.find, stop) if place >= 0]:
-                text, reason = text[: min(places)], "stop"
-            yield Continuation(number, sample, text, new, reason)
+    given = dict(settings)
+    for name in given.keys() - Settings.__annotations__.keys():
+        raise HexadError(f"generate: unknown argument {name!r}{did_you_mean(name, Settings.__annotations__)}")
+    stop, bias, schema = given.pop("stop", ()), given.pop("logit_bias", {}), given.pop("schema", None)
+    if not isinstance(stop, Sequence):
+        raise HexadError(f"stop: found {stop!r}, expected a text or a list of texts")
+    if not isinstance(bias, Mapping):
+        raise HexadError(f"logit_bias: found {bias!r}, expected numbers by token id")
+    sampling = {name: given.pop(name) for name in Sampling.__dataclass_fields__ if name in given}
+    return Wanted(
+        sampling=asked_sampling(Sampling(**sampling, logit_bias=tuple(bias.items()))),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        schema=None if schema is None else schema_text(schema),
+        **given,
+    )
 
 
-def stream(seed: int, sample: int, prompt: Sequence[int]) -> int:
-    """The seed of a sample's random numbers, which follows from its prompt's ids, not from other prompts."""
-    text = f"{seed} {sample} {' '.join(map(str, prompt))}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:
-    """Whether one of the texts is complete with the last id: looked for where it can have ended, as every id
-    but those of special tokens stands for at least a byte."""
-    if not stop:
-        return False
-    longest = max(len(text.encode()) for text in stop)
-    tail = tokenizer.decode(new[-longest - 8 :])
-    return any(text in tail for text in stop)
-
-
-log = logging.getLogger("hexad")
-
-
-def generated(
-    mesh: Mesh,
-    resolved: Resolved,
-    saved: SavedModel,
-    prompts: Sequence[Prompt],
-    wanted: Wanted,
-    warn: Callable[[str], object] = log.warning,
-) -> Iterator[Continuation]:
-    """Continue prompts in their order; all ranks iterate together and get the same.
-
-    Args:
-        mesh, resolved: of :func:`hexad.launch` with ``saved.config``.
-        saved: from :func:`~hexad.planning.saved_model.generating_model`.
-        warn: called on the first rank for positions that the model was not made for.
+def asked(prompts: Any) -> list[Prompt]:
+    """Prompts, given as a text, or as several of which some may be texts.
 
     Raises:
-        HexadError: the model or a prompt cannot be used.
+        HexadError: neither.
     """
-    tokenizer = agreed(saved.tokenizer, mesh.world)
-    ids = agreed(lambda: encoded(prompts, saved.config, tokenizer), mesh.world)
-    longest = max(map(len, ids), default=0) + wanted.tokens
-    if mesh.rank == 0 and longest > saved.positions:
-        warn(
-            f"prompt and new tokens reach {longest} positions, the model was made for {saved.positions} "
-            "(model.max_positions)"
-        )
-    model = load_model(resolved.config, saved.weights, mesh, resolved.plan.layers)
-    ends = agreed(lambda: ending_ids(prompts, saved, tokenizer), mesh.world)
-    for text in write(model, tokenizer, ids, wanted, mesh.pipeline, ends):
-        entry = prompts[text.number]
-        yield replace(text, prompt=entry["prompt"] if "prompt" in entry else entry["messages"])
+    if not isinstance(prompts, Sequence):
+        raise HexadError(f"prompts: found {prompts!r}, expected a text or a list of prompts")
+    listed = [prompts] if isinstance(prompts, str) else prompts
+    return [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in listed]
+
+
+def continuation(number: int, request: Request, prompt: Any, updates: Sequence[Update]) -> Continuation:
+    """What the updates of a request have brought together."""
+    ended = updates[-1].ended
+    assert ended is not None
+    scores = [update.prompt_logprobs for update in updates if update.prompt_logprobs is not None]
+    return Continuation(
+        number,
+        request.sample,
+        "".join(update.text for update in updates),
+        [token for update in updates for token in update.tokens],
+        ended,
+        prompt,
+        None if request.logprobs is None else tuple(one for update in updates for one in update.logprobs),
+        scores[0] if scores else None,
+    )

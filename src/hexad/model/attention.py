@@ -1,12 +1,10 @@
 """Self-attention with grouped key/value heads, over this rank's heads."""
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
-from hexad.parallel.context.exchange import gathered_rows, heads_for_tokens, tokens_for_heads
+from hexad.parallel.context.exchange import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import Drop
 from hexad.parallel.context.kernels import choose as context_kernel
 from hexad.parallel.context.rounds import Tile, rounds
@@ -40,33 +38,13 @@ def dropped_tiles(dropper: Dropper, queries: Tensor, kv_heads: int, length: int)
     return factors
 
 
-class KeyValueStore(Protocol):
-    """Keeps one layer's keys and values between forward passes (generation)."""
-
-    @property
-    def filled(self) -> bool:
-        """Whether the store holds the prompts."""
-        ...
-
-    def fill(self, keys: Tensor, values: Tensor) -> None:
-        """Keep those of the prompts, ``[tokens, heads, width]``; tokens after these are padding."""
-        ...
-
-    def extend(
-        self, keys: Tensor, values: Tensor, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Append one token of each sequence, ``[sequences, heads, width]``; returns everything so far,
-        ``[sequences, heads, length, width]``, and a mask of what each new token sees, None for all."""
-        ...
-
-
 class Attention(nn.Module):
     """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
 
     def __init__(self, inventory: AttentionSpec, shard: Shard, layer: int) -> None:
         super().__init__()
-        self.compiled = shard.compiled
-        self.context, self.ring, self.ulysses = shard.context, shard.ring, shard.ulysses
+        self.layer, self.compiled = layer, shard.compiled
+        self.ring, self.ulysses = shard.ring, shard.ulysses
         self.method = shard.method
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
@@ -91,16 +69,15 @@ class Attention(nn.Module):
         """The product that makes the branch's result."""
         return self.out
 
-    def forward(self, x: Tensor, where: Geometry, store: KeyValueStore | None = None) -> Tensor:
-        """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and
-        values so far (generation)."""
+    def forward(self, x: Tensor, where: Geometry) -> Tensor:
+        """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         heads, kv_heads = self.heads, self.kv_heads
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         widths = (heads + kv_heads) * self.width, kv_heads * self.width
         parts = self.qkv(x, first).split_with_sizes(widths, 1)
         qk = self._queries_and_keys(parts[0], where)
         v = parts[1].view(-1, kv_heads, self.width)
-        return self.out(self._core(qk, v, where, store), second)
+        return self.out(self._core(qk, v, where), second)
 
     @recomputable
     def _queries_and_keys(self, qk: Tensor, where: Geometry) -> Tensor:
@@ -114,19 +91,14 @@ class Attention(nn.Module):
             qk = rotate(qk, where.cos, where.sin, self.compiled)
         return qk
 
-    def _core(self, qk: Tensor, v: Tensor, where: Geometry, store: KeyValueStore | None) -> Tensor:
+    def _core(self, qk: Tensor, v: Tensor, where: Geometry) -> Tensor:
         """``qk [tokens, heads + key/value heads, width]`` and ``v`` -> ``[tokens, heads * width]``."""
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
+        if where.cache is not None:
+            return where.cache.attend(self.layer, q, k, v, self.kernel)
         if where.slice is not None:
-            if store is not None:
-                store.fill(*(gathered_rows(tensor, where.slice, self.context) for tensor in (k, v)))
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)
             return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
-        if store is not None and store.filled:
-            keys, values, mask = store.extend(k, v, self.kernel.window)
-            return self.kernel.dense(q.unsqueeze(2), keys, values, causal=False, mask=mask).flatten(1)
-        if store is not None:
-            store.fill(k, v)
         return self._attended(q, k, v, where)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:

@@ -1,7 +1,5 @@
 """The feed-forward layer."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from hexad.parallel.sharding import Shard
@@ -32,9 +30,8 @@ class FeedForward(nn.Module):
         """The product that makes the branch's result."""
         return self.down
 
-    def forward(self, x: Tensor, where: Geometry, store: Any = None) -> Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry;
-        ``store``: of attention, not used."""
+    def forward(self, x: Tensor, where: Geometry) -> Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry."""
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         inner = self.inner(x, first)
         return self.down(swiglu(inner, self.compiled) if self.gated else gelu(inner), second)

@@ -1,8 +1,11 @@
 """Where each token stands: batch geometry, document boundaries, rotary angles."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +14,27 @@ from hexad.config.model import ModelSettings, RopeScaling
 from hexad.parallel.context.slice import Slice
 from hexad.parallel.context.spans import Spans
 
+from .attention_kernels import AttentionKernel
 from .auxiliary import Auxiliary
+
+
+class KeyValueCache(Protocol):
+    """The keys and values of all layers that are kept between forward passes (generation), as one pass sees
+    them."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 ``[tokens]``: the place of each token in its sequence."""
+        ...
+
+    def lengths(self) -> Tensor:
+        """int64 ``[tokens]``: how many tokens the sequence of each has."""
+        ...
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
+        """Keep a layer's new keys and values, ``[tokens, key/value heads, width]``, and compute the attention
+        of queries ``[tokens, heads, width]`` over all that are kept: ``[tokens, heads * width]``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +52,7 @@ class Geometry:
         slice: which rank of the ring holds which tokens; None where every rank has all.
         adapted: int32 ``[2, tokens]``, the same of the inputs of adapters, for all tokens.
         auxiliary: where branches add losses of their own; None outside of training.
+        cache: keys and values of the tokens before (generation); None where every pass has all tokens.
     """
 
     spans: Spans
@@ -40,6 +64,7 @@ class Geometry:
     adapted: Tensor | None = None
     slice: Slice | None = None
     auxiliary: Auxiliary | None = None
+    cache: KeyValueCache | None = None
 
 
 class Rotary:

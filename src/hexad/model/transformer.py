@@ -19,7 +19,7 @@ from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParalle
 from hexad.parallel.tensor.linear import RowParallelLinear
 from hexad.topology.mesh import Mesh
 
-from .attention import Attention, KeyValueStore
+from .attention import Attention
 from .attention_inventory import AttentionSpec
 from .auxiliary import Auxiliary
 from .block_inventory import BlockSpec, BranchSpec
@@ -28,7 +28,7 @@ from .feedforward import FeedForward
 from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
 from .norms import Norm
-from .positions import Geometry, Rotary
+from .positions import Geometry, KeyValueCache, Rotary
 from .recompute import Recompute
 from .residual import Residual
 
@@ -52,9 +52,8 @@ class Branch(Protocol):
         used."""
         ...
 
-    def __call__(self, x: Tensor, where: Geometry, store: KeyValueStore | None) -> Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and values so far
-        (generation)."""
+    def __call__(self, x: Tensor, where: Geometry) -> Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         ...
 
 
@@ -80,12 +79,12 @@ class Block(nn.Module):
             residuals.append(Residual(model.residual_multiplier, dropper, shard.compiled))
         self.norms, self.branches, self.residuals = norms, cast(list[Branch], branches), residuals
 
-    def forward(self, x: Tensor, where: Geometry, store: KeyValueStore | None = None) -> Tensor:
+    def forward(self, x: Tensor, where: Geometry) -> Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        branch = self.branches[0](self.norms[0](x), where, store)
+        branch = self.branches[0](self.norms[0](x), where)
         for residual, norm, following in zip(self.residuals, self.norms[1:], self.branches[1:]):
             x, normed = residual.add_and_normalise(x, branch, where.rows, norm)
-            branch = following(normed, where, store)
+            branch = following(normed, where)
         return self.residuals[-1].add(x, branch, where.rows)
 
 
@@ -156,11 +155,10 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         spans: Spans | None = None,
-        stores: Sequence[KeyValueStore] | None = None,
-        start: Tensor | None = None,
         inputs: Tensor | None = None,
         key: DropoutKey | None = None,
         auxiliary: Auxiliary | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
@@ -168,15 +166,13 @@ class Transformer(nn.Module):
             tokens: int64 ``[sequences, length]``, on every stage; ``[1, tokens]``, those of a context rank.
             spans: documents of the tokens, and which rank holds which; None where every sequence is one, and
                 every rank has all.
-            stores: one per layer, with the keys and values of the tokens before (generation); those of the
-                prompts are filled on every context rank with the keys and values of all.
-            start: int64 ``[sequences]``, position of each sequence's one token, where ``stores`` hold those
-                before.
             inputs: the hidden states of the stage before; None on the first stage.
             key: of dropout; None for none.
             auxiliary: where layers add losses of their own; None outside of training.
+            cache: keeps keys and values between passes (generation), and knows where the tokens, ``[1, this
+                rank's tokens]``, stand.
         """
-        where = self._geometry(tokens, spans, start, key, auxiliary)
+        where = self._geometry(tokens, spans, key, auxiliary) if cache is None else self._cached(cache)
         if self.embedding is not None:
             x = scaled(self.embedding(tokens.flatten()), self.model.embedding_multiplier)
         else:
@@ -186,8 +182,8 @@ class Transformer(nn.Module):
             x = self.positions(x, where.positions)
         if self.embedding is not None and where.rows is not None:
             x = self.dropper(x, where.rows)
-        for index, layer in enumerate(self.layers.values()):
-            x = layer(x, where, stores[index] if stores is not None else None)
+        for layer in self.layers.values():
+            x = layer(x, where)
         # Scaled here, logits need not be.
         return x if self.norm is None else scaled(self.norm(x), 1 / self.model.logits_scaling)
 
@@ -224,19 +220,23 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         spans: Spans | None,
-        start: Tensor | None,
         key: DropoutKey | None,
         auxiliary: Auxiliary | None = None,
     ) -> Geometry:
         spans = spans or Spans(tokens.numel(), len(tokens))
-        positions = spans.positions(tokens.device) if start is None else start
+        positions = spans.positions(tokens.device)
         whole = None if spans.slice is None else spans.slice.grouped(self.shard.ulysses.size)
         cos = sin = None
         if self.rotary is not None:
-            lengths = partial(spans.lengths, tokens.device) if start is None else lambda: start + 1
-            cos, sin = self.rotary.factors(positions, lengths, self.dtype)
+            cos, sin = self.rotary.factors(positions, partial(spans.lengths, tokens.device), self.dtype)
         keys = self._keys(spans, whole, key)
         return Geometry(spans, positions, cos, sin, *keys, slice=whole, auxiliary=auxiliary)
+
+    def _cached(self, cache: KeyValueCache) -> Geometry:
+        positions, cos, sin = cache.positions, None, None
+        if self.rotary is not None:
+            cos, sin = self.rotary.factors(positions, cache.lengths, self.dtype)
+        return Geometry(Spans(len(positions), 1), positions, cos, sin, cache=cache)
 
     def _keys(
         self, spans: Spans, ring: Slice | None, key: DropoutKey | None

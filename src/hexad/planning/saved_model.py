@@ -1,23 +1,20 @@
 """The configuration of a saved model, for generation and evaluation: a checkpoint's, or a published
 model's. No torch."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hexad.checkpoint.directory import check_same_model, find_checkpoint
-from hexad.checkpoint.kept_tokenizer import model_files, tokenizer_of_checkpoint
+from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
-from hexad.config import Config, ConfigError, HexadError, apply_overrides, blaming
+from hexad.config import Config, ConfigError, apply_overrides, blaming
 from hexad.config.hub import local
 from hexad.config.schema import prefixes
-from hexad.dataset.build.records import check_messages
 from hexad.dataset.indexed import IndexedDataset
-from hexad.dataset.text.chat import ChatTemplate, load_chat_template
-from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
+from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.configuration import build_config
 from hexad.model.families import family
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
@@ -28,10 +25,6 @@ from .resolve import resolve
 
 _LONGEST = 4096
 """``data.sequence`` of a published model that can read more."""
-
-
-Prompt = Mapping[str, Any]
-"""``{"prompt": text}``, or ``{"messages": [...]}``, rendered by the tokenizer's chat template."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +118,17 @@ def saved_model(
 
 
 def generating_model(source: str, overrides: Iterable[str], ranks: int) -> SavedModel:
-    """A saved model with the configuration to generate on so many ranks: tensor-parallel, unless overridden.
-    ``data.sequence``, which generation does not use, is rounded to a multiple of the context degree.
-    ``source`` is from :func:`find_model`.
+    """A saved model with the configuration to generate on so many ranks: tensor-parallel, unless overridden;
+    data ranks have replicas. ``data.sequence``, which generation does not use, is rounded to a multiple of
+    the context degree. ``source`` is from :func:`find_model`.
 
     Raises:
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
     """
     overrides = overrides if isinstance(overrides, str) else tuple(overrides)
-    groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate", "checkpoint")}
+    groups: dict[str, dict[str, Any]] = {
+        name: {} for name in ("memory", "validate", "checkpoint", "inference")
+    }
     groups |= {"parallel": {"sequence": False}, "batch": {"micro": 1, "global": 1}}
     model = saved_model(source, overrides, groups)
     if model.config.precision.dtype == "fp8":
@@ -145,16 +140,20 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
 
 
 def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
-    """The configuration with a tensor degree that uses all ranks, and a length that context ranks divide."""
+    """The configuration with degrees that use all ranks, and a length that context ranks divide."""
     parallel, data = config.parallel, config.data
     others = parallel.context * parallel.pipeline
-    if not tensor_given and ranks % others == 0:
-        parallel = parallel.model_copy(update={"tensor": ranks // others})
-    if parallel.tensor * others != ranks:
+    if tensor_given and parallel.data == "auto" and ranks % (parallel.tensor * others) == 0:
+        parallel = parallel.model_copy(update={"data": ranks // (parallel.tensor * others)})
+    replicas = 1 if parallel.data == "auto" else parallel.data
+    if not tensor_given and ranks % (others * replicas) == 0:
+        parallel = parallel.model_copy(update={"tensor": ranks // (others * replicas)})
+    if (product := parallel.tensor * others * replicas) != ranks:
         raise ConfigError(
             "--nproc",
             f"found {ranks}, expected parallel.tensor {parallel.tensor} x parallel.context "
-            f"{parallel.context} x parallel.pipeline {parallel.pipeline} = {parallel.tensor * others}",
+            f"{parallel.context} x parallel.pipeline {parallel.pipeline} x parallel.data {replicas} = "
+            f"{product}",
         )
     stages = parallel.virtual_stages * parallel.pipeline
     if parallel.schedule != "1f1b" or stages != parallel.pipeline:
@@ -162,9 +161,11 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
             "parallel.schedule",
             f"found {parallel.schedule}, but generation has one stage per rank; remove it",
         )
+    parallel = parallel.model_copy(update={"data": replicas})
     sequence = max(parallel.context, data.sequence // parallel.context * parallel.context)
     data = data.model_copy(update={"sequence": sequence})
-    return config.model_copy(update={"parallel": parallel, "data": data})
+    batch = config.batch.model_copy(update={"micro": 1, "global_": replicas})
+    return config.model_copy(update={"parallel": parallel, "data": data, "batch": batch})
 
 
 def evaluated_model(
@@ -205,80 +206,3 @@ def _divisible(config: Config, ranks: int) -> Config:
         return config
     batch = config.batch.model_copy(update={"global_": -(-config.batch.global_ // step) * step, "ramp": None})
     return config.model_copy(update={"batch": batch})
-
-
-def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of every prompt.
-
-    Raises:
-        HexadError: conversations that are malformed, without a chat template, or that it refuses.
-    """
-    for number, prompt in enumerate(prompts, 1):
-        form = {"prompt": str, "messages": list}
-        given = [key for key in form if isinstance(prompt, Mapping) and key in prompt]
-        if len(given) != 1 or not isinstance(prompt[given[0]], form[given[0]]):
-            expected = 'an object with "prompt", a text, or "messages", a list'
-            raise HexadError(f"prompt {number}: found {prompt!r}, expected {expected}")
-    begin = bos_ids(tokenizer, config.data.bos)
-    template = _template(prompts, config)
-    encoded_prompts: list[list[int]] = []
-    for number, prompt in enumerate(prompts, 1):
-        if "messages" not in prompt:
-            encoded_prompts.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
-            continue
-        check_messages("messages", prompt["messages"], f"--prompts: prompt {number}", template)
-        if template is None:
-            raise ConfigError(
-                "data.tokenizer",
-                f"{config.data.tokenizer} has no chat template for the messages of prompt {number}",
-            )
-        text = template.render(prompt["messages"], prompt=True)  # which begins a text as it should
-        encoded_prompts.append(_ids(tokenizer, text, number))
-    return encoded_prompts
-
-
-def _ids(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, or bytes on the command line that are not UTF-8
-        raise ConfigError("--prompt", f"number {number} is not Unicode text: {ascii(text)[:60]}") from None
-    return tokenizer.encode(text)
-
-
-def ending_ids(prompts: Sequence[Prompt], saved: SavedModel, tokenizer: Tokenizer) -> list[frozenset[int]]:
-    """The ids that end the text of each prompt: those of the model's ``generation_config.json``, and for a
-    conversation the token with which its template ends an answer."""
-    common = frozenset(_generation_ends(model_files(saved.source, saved.config.data.tokenizer)))
-    template = _template(prompts, saved.config)
-    return [common | _answer_end(template, prompt, tokenizer) for prompt in prompts]
-
-
-def _generation_ends(folder: Path | None) -> list[int]:
-    if folder is None:
-        return []
-    try:
-        tree = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        ends = tree.get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return []
-    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
-
-
-def _answer_end(template: ChatTemplate | None, prompt: Prompt, tokenizer: Tokenizer) -> set[int]:
-    """The id of the special token that ends an answer, if the template has one."""
-    if template is None or "messages" not in prompt:
-        return set()
-    answered = [*prompt["messages"], {"role": "assistant", "content": "-"}]
-    try:
-        text, spans = template.conversation(answered)
-    except HexadError:  # a template for which answers cannot be told apart
-        return set()
-    answer = text[slice(*spans[-1])] if spans else ""
-    ends = sorted(filter(answer.endswith, tokenizer.specials), key=len)
-    return {tokenizer.specials[token] for token in ends[-1:]}
-
-
-def _template(prompts: Sequence[Prompt], config: Config) -> ChatTemplate | None:
-    """The tokenizer's chat template, if there is a conversation that needs it."""
-    chats = any("messages" in prompt for prompt in prompts)
-    return load_chat_template(config.data.tokenizer) if chats else None

@@ -273,7 +273,6 @@ def generate(
         top_k=0 if top_k == 1 else top_k,
         top_p=top_p or 1.0,
         seed=1234 if random_seed is None else random_seed,
-        batch=max_batch_size,
-        overrides=layout,
+        overrides=[*layout, f"inference.sequences={max_batch_size}"],
     )
     return [result.text for result in results] if text_only else results

@@ -73,10 +73,10 @@ class Merged:
     def add(self, rows: Run, part: Output) -> None:
         """Add the output of some queries, numbered from the first of ``rows`` on, over one more block."""
         whole, before = self.out[slice(*rows)][part.rows], self.lse[slice(*rows)][part.rows]
-        maybe_compiled(_merge_, self._compiled)(whole, before, part.out, part.lse)
+        maybe_compiled(merge_, self._compiled)(whole, before, part.out, part.lse)
 
 
-def _merge_(whole: Tensor, before: Tensor, out: Tensor, lse: Tensor) -> None:
+def merge_(whole: Tensor, before: Tensor, out: Tensor, lse: Tensor) -> None:
     """Overwrite ``whole [rows, heads, width]`` and its ``before [rows, heads]`` with the output over more
     keys, given these keys' ``out`` and ``lse``."""
     after = torch.logaddexp(before, lse)

@@ -4,13 +4,12 @@ token.
 Heads for tokens (Ulysses: Jacobs et al., arXiv 2309.14509): outside attention a rank has all
 heads of its tokens, inside it has some heads of all tokens of its group."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hexad.comm import all_gather, all_reduce, all_to_all
+from hexad.comm import all_reduce, all_to_all
 from hexad.topology.mesh import Axis
 
 from .slice import Slice, heads_of
@@ -92,18 +91,6 @@ def numbers_of(slice_: Slice, rank: int) -> Tensor:
     return torch.cat([torch.arange(*run) for run in slice_.runs[rank]])
 
 
-def gathered_rows(x: Tensor, slice_: Slice, axis: Axis) -> Tensor:
-    """The rows of all tokens, in the order of the tokens, on every rank.
-
-    Args:
-        x: ``[this rank's tokens, ...]``.
-        slice_: which rank holds which tokens, or which group of ranks whose tokens follow each other.
-        axis: the context axis.
-    """
-    rows = all_gather(x.contiguous(), axis)
-    return rows if slice_.whole else rows[_places(slice_, x.device)]
-
-
 def selected_rows(x: Tensor, wanted: Tensor, numbers: Tensor | None, axis: Axis) -> Tensor:
     """The rows of some tokens, on every rank; bitwise the same on all.
 
@@ -119,10 +106,3 @@ def selected_rows(x: Tensor, wanted: Tensor, numbers: Tensor | None, axis: Axis)
     held = numbers[place] == wanted
     selected = x[place].masked_fill(~held.view(-1, *[1] * (x.dim() - 1)), 0.0)
     return all_reduce(selected, axis)  # one rank holds each, the others add zeros
-
-
-@lru_cache(maxsize=4)
-def _places(slice_: Slice, device: torch.device) -> Tensor:
-    """int64 ``[tokens]``: for each token its row where the ranks' rows follow each other."""
-    numbers = torch.cat([numbers_of(slice_, rank) for rank in range(slice_.ranks)])
-    return numbers.argsort().to(device)

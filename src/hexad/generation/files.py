@@ -1,0 +1,156 @@
+"""Prompts in a file, a JSON object on each line, and the texts that a model has written after them in
+another, which an interrupted generation continues. No torch.
+
+A row of the output has the keys of its prompt's row, and ``text``, ``tokens``, ``ended``; ``sample`` where
+there are several, ``logprobs`` and ``prompt_logprobs`` where they were asked for. ``request`` is a digest
+of the prompt's place in its file, the prompt, the settings and the sample: rows whose digest is there
+already are not computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from hexad.config import HexadError, one_line
+from hexad.config.files import readable
+
+from .prompts import form_of
+from .requests import Logprob
+from .texts import Continuation, Wanted
+
+
+def read_prompts(file: str) -> Iterator[dict[str, Any]]:
+    """The lines of a file of prompts; ``-`` is stdin.
+
+    Raises:
+        HexadError: it cannot be read, or a line is malformed.
+    """
+    name = "stdin" if file == "-" else file
+    try:
+        with sys.stdin if file == "-" else readable(file).open(encoding="utf-8", newline="\n") as lines:
+            yield from parse_prompts(lines, name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise HexadError(f"--prompts: {name}: cannot be read: {one_line(error)}") from None
+
+
+def parse_prompts(lines: Iterator[str] | Any, name: str) -> Iterator[dict[str, Any]]:
+    """The prompts of lines that end at line feeds only; other separators may stand inside a JSON string."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise HexadError(f"--prompts: {name}:{number}: not JSON: {error}") from None
+        try:
+            form_of(entry)
+        except HexadError as error:
+            raise HexadError(f"--prompts: {name}:{number}: {error}") from None
+        yield entry
+
+
+def row(prompt: Mapping[str, Any], text: Continuation, wanted: Wanted) -> dict[str, Any]:
+    """What is written of a text."""
+    document = {**prompt, "text": text.text, "tokens": text.tokens, "ended": text.ended}
+    if wanted.samples > 1:
+        document["sample"] = text.sample
+    if text.logprobs is not None:
+        document["logprobs"] = _values(text.logprobs, wanted.logprobs)
+    if text.prompt_logprobs is not None:
+        document["prompt_logprobs"] = _values(text.prompt_logprobs, wanted.prompt_logprobs)
+    return document
+
+
+def _values(logprobs: Sequence[Logprob], count: int | None) -> list[Any]:
+    """Numbers, or with several tokens of each place, objects."""
+    if not count:
+        return [one.value for one in logprobs]
+    return [
+        {"token": one.token, "value": one.value, "top": [list(pair) for pair in one.top]} for one in logprobs
+    ]
+
+
+def digest(place: int, prompt: Mapping[str, Any], sample: int, model: str, wanted: Wanted) -> str:
+    """The digest of a text that is wanted."""
+    content = json.dumps([place, prompt, sample, model, repr(wanted)], sort_keys=True)
+    return blake2b(content.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+
+
+class TextFile:
+    """The file that texts are added to as they end. Used as a context manager; one process writes it.
+
+    Attributes:
+        known: digests of the texts that it has.
+
+    Args:
+        path: of the file; made if it does not exist.
+
+    Raises:
+        HexadError: it cannot be read or written, or has other contents.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self.known: set[str] = set()
+        try:
+            self._file = open(self._path, "ab+")  # noqa: SIM115 (closed by __exit__)
+            self._read()
+        except OSError as error:
+            raise HexadError(f"--output: {path}: cannot be written: {one_line(error)}") from None
+
+    def _read(self) -> None:
+        """Read the digests; what an interrupted process has written of a last line is removed."""
+        self._file.seek(0)
+        complete = 0
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self.known.add(json.loads(line)["request"])
+            except (ValueError, KeyError, TypeError):
+                raise HexadError(
+                    f"--output: {self._path}:{number}: not a line that 'hexad generate' has written; "
+                    "give another file"
+                ) from None
+            complete += len(line)
+        self._file.truncate(complete)
+
+    def check(self, wanted: set[str]) -> None:
+        """See that all texts in the file are wanted.
+
+        Raises:
+            HexadError: some belong to other prompts, settings, or another model.
+        """
+        if other := len(self.known - wanted):
+            raise HexadError(
+                f"--output: {self._path}: {other} of its {len(self.known)} texts belong to other prompts or "
+                "settings; give another file, or remove it"
+            )
+
+    def add(self, document: Mapping[str, Any], request: str) -> None:
+        """Write a line.
+
+        Raises:
+            HexadError: it cannot be written.
+        """
+        try:
+            line = json.dumps({**document, "request": request}, ensure_ascii=False)
+            self._file.write(line.encode(errors="backslashreplace") + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise HexadError(f"--output: {self._path}: cannot be written: {one_line(error)}") from None
+        self.known.add(request)
+
+    def __enter__(self) -> TextFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

@@ -1,0 +1,103 @@
+"""The model and the cache of a generator: this rank's stage of a saved model, and as many blocks as memory
+has room for."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hexad.checkpoint.base import load_model_weights
+from hexad.checkpoint.tensor_file import Chunk
+from hexad.comm import merged
+from hexad.config import Config, ConfigError
+from hexad.launching.environment import environment
+from hexad.model.attention import Attention
+from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
+from hexad.parallel.sharding import Declared, declared_parameters
+from hexad.topology.mesh import Mesh
+
+from .cache import Memory
+
+
+def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[range]) -> Transformer:
+    """This rank's stage of a saved model; each rank reads only its own slices.
+
+    Args:
+        config: of the generation; ``model`` is the source's.
+        source: a checkpoint's directory, or ``hf:DIR``.
+        mesh: of the ranks.
+        layers: of every stage, one stage per pipeline rank.
+
+    Raises:
+        AgreedError: the checkpoint does not fit the configuration or is damaged.
+    """
+    dtype = DTYPES[config.precision.dtype]
+    stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
+    mesh = factored_mesh(config.model, config.parallel, mesh)
+    shard = replace(make_shard(config.parallel, mesh, stored), sequence=False, chunks=1)
+    rank = mesh.pipeline.rank
+    model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
+    load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)
+    return model.to(dtype).eval()
+
+
+def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
+    """This rank's part of the parameters as chunks, set to zero."""
+    chunks = []
+    for declared in parameters:
+        values = declared.parameter.data.zero_()
+        for start, rectangle, _ in declared.pieces:
+            if rectangle.numel:
+                local = values.narrow(0, start, rectangle.sizes[0])
+                named = rectangle.named(f"model.{rectangle.name}")
+                chunks.append(Chunk(named, local, rounded=declared.declaration.frozen))
+    return chunks
+
+
+def make_memory(model: Transformer, config: Config, mesh: Mesh) -> tuple[Memory, int, int]:
+    """The cache of this rank's stage, the number of its blocks, the same on all ranks, and the tokens of
+    each.
+
+    Raises:
+        ConfigError: there is no memory for a block.
+    """
+    settings, device = config.inference, model.shard.device
+    block = settings.block if settings.block != "auto" else 256 if device.type == "cuda" else 32
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    layers = [attention.layer for attention in attentions]
+    shape = (attentions[0].kv_heads, attentions[0].width) if attentions else (0, 0)
+    token_bytes = 2 * len(layers) * shape[0] * shape[1] * model.dtype.itemsize
+    if settings.cache_tokens != "auto":
+        blocks = -(-settings.cache_tokens // block)
+    else:
+        room = _free_bytes(mesh, settings.memory_part) // max(1, token_bytes * block)
+        # No more than all sequences can fill.
+        blocks = merged(min(room, settings.sequences * -(-_LONGEST // block)), mesh.world, min)
+        if blocks < 1:
+            problem = f"found {settings.memory_part}, which leaves no memory for a block of the cache; "
+            raise ConfigError("inference.memory_part", f"{problem}raise it, or use more ranks")
+    return Memory(layers, blocks * block, shape, model.dtype, device), blocks, block
+
+
+_LONGEST = 1 << 17
+"""Tokens of a sequence for which ``auto`` provides at most."""
+
+
+def _free_bytes(mesh: Mesh, part: float) -> int:
+    """Bytes that this rank's cache may take."""
+    if mesh.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(mesh.device)[0] * part)
+    # The host's memory is shared by ranks that measure it at the same time.
+    return int(_host_bytes() * part / environment().local_world)
+
+
+def _host_bytes() -> int:
+    """Bytes of the host's memory that programs can take."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,188 @@
+"""The ranks that hold one copy of the model: the first of them, the leader, schedules, and all compute."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hexad.comm.messages import Outbox, take
+from hexad.dataset.text.tokenizer import Tokenizer
+from hexad.topology.mesh import Mesh
+
+from .requests import Ending, Logprob, Request, Update
+from .sampler import Choice
+from .scheduler import Part, Scheduler, Sequence, Step
+from .text_stream import TextStream
+from .worker import Outcome, Worker
+
+
+@dataclass(eq=False)
+class _Session:
+    """A request, and what of its result was not passed on yet."""
+
+    request: Request
+    text: TextStream
+    new: int = 0
+    scores: dict[int, Logprob] = field(default_factory=dict)  # by position
+    scored: bool = False  # they were passed on
+
+    def scores_of_prompt(self, complete: bool) -> tuple[Logprob, ...] | None:
+        """The log-probabilities of the prompt, once, when there are all."""
+        request = self.request
+        if request.prompt_logprobs is None or self.scored or not complete:
+            return None
+        self.scored = True
+        return tuple(self.scores[place] for place in range(len(request.prompt) - 1))
+
+
+class Replica:
+    """One copy of the model, as each of its ranks sees it.
+
+    The leader calls :meth:`add`, :meth:`advance` and :meth:`stop`, the others :meth:`follow`.
+
+    Attributes:
+        leads: whether this rank is the leader.
+        scheduler: of the leader; not used on others.
+
+    Args:
+        worker: of this rank.
+        scheduler: see there.
+        tokenizer: of the texts.
+        mesh: all ranks.
+    """
+
+    def __init__(self, worker: Worker, scheduler: Scheduler, tokenizer: Tokenizer, mesh: Mesh) -> None:
+        self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
+        ranks = sorted(mesh.layout.group(mesh.rank, "tensor", "context", "pipeline"))
+        self._world, self._rank, self._leader = mesh.world, mesh.rank, ranks[0]
+        self._sampler = mesh.layout.group(self._leader, "pipeline")[-1]
+        self._others = [rank for rank in ranks if rank != self._leader]
+        self.leads = mesh.rank == self._leader
+        self._outbox = Outbox(mesh.world)
+        self._sessions: dict[int, _Session] = {}
+        self._opened: list[tuple[int, Request]] = []
+        self._closed: list[int] = []
+        self._under_way: deque[tuple[int, tuple[Part, ...], Outcome | None]] = deque()
+        self._complete: list[Update] = []  # without a step
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return self.scheduler.idle and not self._under_way and not self._complete
+
+    @property
+    def requests(self) -> int:
+        """How many requests are not complete."""
+        return len(self._sessions)
+
+    def add(self, number: int, request: Request) -> None:
+        """Accept a request; ``number`` is above those before."""
+        if not request.tokens and len(request.prompt) == 1:
+            self._complete.append(Update(number, prompt_logprobs=(), ended="length"))
+            return
+        self._sessions[number] = _Session(request, TextStream(self.tokenizer, request.stop))
+        # Nothing follows the last token of a prompt that is only scored.
+        ids = request.prompt if request.tokens else request.prompt[:-1]
+        self.scheduler.add(Sequence(number, request, list(ids)))
+        self._opened.append((number, request))
+
+    def cancel(self, number: int) -> None:
+        """Forget a request."""
+        if self._sessions.pop(number, None) is not None:
+            self._close(number)
+
+    def advance(self) -> list[Update]:
+        """Begin the next step, and return what the oldest step under way has brought, unless it need not be
+        waited for."""
+        if self._complete:
+            updates, self._complete = self._complete, []
+            return updates
+        planned = self.scheduler.plan()
+        if planned is not None:
+            lane, parts = planned
+            self._under_way.append((lane, parts, self._begin(Step(parts, *self._changes()))))
+        if not self._under_way or (planned is not None and len(self._under_way) < self.scheduler.lanes):
+            return []
+        return self._end()
+
+    def follow(self) -> None:
+        """Compute what the leader plans, until it stops.
+
+        Raises:
+            CommError: a rank is lost.
+        """
+        while not (step := take(self._world, self._leader)).stop:
+            outcome = self.worker.compute(step)
+            if outcome is not None:
+                self._outbox.put(outcome, [self._leader])
+        self._outbox.flush()
+
+    def stop(self) -> None:
+        """End what is under way, forget all requests, and let the other ranks return."""
+        while self._under_way:
+            self._end()
+        for number in list(self._sessions):
+            self.cancel(number)
+        opened, closed = self._changes()
+        self.worker.compute(Step((), opened, closed))
+        self._outbox.put(Step((), opened, closed, stop=True), self._others)
+        self._outbox.flush()
+
+    def _changes(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """Requests that are new, and numbers of those that have ended, since the step before."""
+        changes = tuple(self._opened), tuple(self._closed)
+        self._opened, self._closed = [], []
+        return changes
+
+    def _begin(self, step: Step) -> Outcome | None:
+        self._outbox.put(step, self._others)
+        return self.worker.compute(step)
+
+    def _end(self) -> list[Update]:
+        """Wait for the oldest step."""
+        lane, parts, outcome = self._under_way.popleft()
+        if outcome is None:
+            outcome = take(self._world, self._sampler)
+        self.scheduler.done(lane, parts)
+        for number, (begin, logprobs) in outcome.scores.items():
+            if (session := self._sessions.get(number)) is not None:
+                session.scores.update(enumerate(logprobs, begin))
+        updates = (self._update(part, outcome.choices.get(part.number)) for part in parts)
+        return [update for update in updates if update is not None]
+
+    def _update(self, part: Part, choice: Choice | None) -> Update | None:
+        """What a part of a step has brought, if anything."""
+        number, session = part.number, self._sessions.get(part.number)
+        if session is None:
+            return None
+        sequence = self.scheduler.running[number]
+        request, scores = session.request, session.scores_of_prompt(not sequence.scoring)
+        cached = sequence.cached
+        if choice is None:
+            if request.tokens or sequence.scoring:
+                return None if scores is None else Update(number, prompt_logprobs=scores)
+            self._sessions.pop(number)
+            self._close(number)
+            return Update(number, prompt_logprobs=scores, ended="length")
+        self.scheduler.extend(number, choice.token)
+        session.new += 1
+        text = session.text.add(choice.token)
+        ended: Ending | None = None
+        if session.new == request.tokens:
+            ended = "length"
+        if choice.token in request.ends:
+            ended = "document"
+        if ended is not None and not session.text.stopped:
+            text += session.text.end()
+        if session.text.stopped:
+            ended = "stop"
+        if ended is not None:
+            self._sessions.pop(number)
+            self._close(number)
+        logprobs = () if choice.logprob is None else (choice.logprob,)
+        return Update(number, text, (choice.token,), logprobs, scores, ended, cached)
+
+    def _close(self, number: int) -> None:
+        self.scheduler.remove(number)
+        self._closed.append(number)

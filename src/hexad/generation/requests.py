@@ -1,0 +1,184 @@
+"""What a generator is asked and what it answers: sampling, requests, tokens. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
+
+from hexad.config import ConfigError
+
+MOST_LOGPROBS = 20
+"""Most likely tokens that are reported beside the chosen one, at most."""
+
+Ending = Literal["document", "stop", "length", "cancelled"]
+"""What ends a text: a token that ends a document or an answer, a text to stop at, the number of tokens, or
+who asked for it."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen: logits receive ``logit_bias`` and the penalties, are divided by the
+    temperature, and of the most likely tokens that remain one is drawn.
+
+    Attributes:
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        top_k: choose among the k most likely; 0 means all.
+        top_p: choose among the fewest most likely whose probabilities reach this sum (Holtzman et al.,
+            arXiv 1904.09751).
+        seed: of the random numbers.
+        min_p: choose among those with at least this part of the largest probability (Nguyen et al.,
+            arXiv 2407.01082).
+        repetition_penalty: logits of tokens in the prompt or in the text so far are divided by it if they are
+            positive, else multiplied (Keskar et al., arXiv 1909.05858).
+        presence_penalty: is subtracted from the logits of tokens in the text so far.
+        frequency_penalty: is subtracted as often as they occur in it.
+        logit_bias: pairs of a token's id and what is added to its logit.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 1234
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, low, high, expected in _RANGES:
+            value: Any = getattr(self, name)
+            number = isinstance(value, int if name in ("top_k", "seed") else int | float)
+            if isinstance(value, bool) or not number or not low <= value <= high:
+                raise ConfigError(_option(name), f"found {value!r}, expected {expected}")
+        for token, bias in self.logit_bias:
+            if not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
+                raise ConfigError(
+                    "--logit-bias", f"found {token}: {bias}, expected ids with numbers from -100 to 100"
+                )
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the tokens before by more than the model."""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
+
+
+_MOST = 1.7e308
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("temperature", 0, _MOST, "a number from 0"),
+    ("top_k", 0, 2**31, "0 (all) or more"),
+    ("top_p", 5e-324, 1, "a number above 0, at most 1"),
+    ("seed", 0, 2**63 - 1, "0 to 2^63 - 1"),
+    ("min_p", 0, 1, "a number from 0 to 1"),
+    ("repetition_penalty", 1e-6, 1e6, "a number above 0"),
+    ("presence_penalty", -2, 2, "a number from -2 to 2"),
+    ("frequency_penalty", -2, 2, "a number from -2 to 2"),
+)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def asked_sampling(sampling: Sampling) -> Sampling:
+    """The sampling that a user asks for.
+
+    Raises:
+        ConfigError: a choice among likely tokens without a temperature.
+    """
+    if sampling.temperature == 0:
+        for name, without in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+            if (value := getattr(sampling, name)) != without:
+                problem = f"found {value} with temperature 0, which takes the likeliest token; raise it"
+                raise ConfigError(_option(name), problem)
+    return sampling
+
+
+def stream(seed: int, sample: int, prompt: Sequence[int]) -> int:
+    """The key of a sample's random numbers, which follows from its prompt's ids, not from other prompts."""
+    text = f"{seed} {sample} {' '.join(map(str, prompt))}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def drawn(key: int, place: int) -> float:
+    """The random number, from 0 to below 1, of a sample's token at a place among its new ones."""
+    message = key.to_bytes(8, "big") + place.to_bytes(8, "big")
+    return (int.from_bytes(blake2b(message, digest_size=8).digest(), "big") >> 11) * 2.0**-53
+
+
+class Logprob(NamedTuple):
+    """How likely a token was, before any of the settings of :class:`Sampling`.
+
+    Attributes:
+        token: its id.
+        value: logarithm of its probability, in nats.
+        top: the ids and the values of the most likely ones, as many as were asked for, in their order.
+    """
+
+    token: int
+    value: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be written, or to be scored.
+
+    Attributes:
+        prompt: ids, at least one.
+        tokens: new ids at most; 0 where the prompt is only scored.
+        sampling: how they are chosen.
+        sample: its number among the texts of the same prompt, which have other random numbers.
+        ends: ids that end the text.
+        stop: texts before which it ends.
+        logprobs: the log-probability of each new token is wanted, with so many of the most likely ones
+            beside it; None: not.
+        prompt_logprobs: the same of the prompt's tokens but the first.
+        schema: a JSON schema, as JSON, that the text conforms to; None for any text.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: int
+    sampling: Sampling = Sampling()
+    sample: int = 0
+    ends: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    schema: str | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it may come to have in the cache."""
+        return len(self.prompt) + self.tokens
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a request has brought since the update before.
+
+    Attributes:
+        number: of the request.
+        text: its new text.
+        tokens: its new ids.
+        logprobs: theirs, where they were asked for.
+        prompt_logprobs: those of the prompt, where they were asked for; once.
+        ended: what ended it; None while it goes on.
+        cached: tokens of the prompt whose keys were at hand.
+        error: why it ended without a result; None otherwise.
+    """
+
+    number: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    prompt_logprobs: tuple[Logprob, ...] | None = None
+    ended: Ending | None = None
+    cached: int = 0
+    error: str | None = None

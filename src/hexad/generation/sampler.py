@@ -1,0 +1,183 @@
+"""Choosing the next tokens of many sequences from their logits, and the log-probabilities of given ones.
+
+A sequence's random numbers follow from its seed, its prompt and the number of the token, not from what is
+computed beside it: see :func:`~hexad.generation.requests.stream`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .requests import Logprob, Request, drawn, stream
+
+
+class Constraint(Protocol):
+    """Which tokens may follow in a text of a given form."""
+
+    def allowed(self, device: torch.device) -> Tensor:
+        """bool ``[vocab]``."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Add a token to the text."""
+        ...
+
+
+class Choice(NamedTuple):
+    """A token that was chosen, and how likely it was, if that is wanted."""
+
+    token: int
+    logprob: Logprob | None = None
+
+
+@dataclass(eq=False)
+class _State:
+    """What choices for a sequence depend on besides its logits."""
+
+    request: Request
+    key: int
+    constraint: Constraint | None
+    new: int = 0
+    seen: Counter[int] = field(default_factory=Counter)  # in the new text
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model's logits are used as they are."""
+        sampling = self.request.sampling
+        return not (sampling.logit_bias or sampling.penalised or self.constraint)
+
+
+class Sampler:
+    """Chooses tokens, on the first rank of the last stage.
+
+    Args:
+        constrain: makes the constraint of a JSON schema.
+    """
+
+    def __init__(self, constrain: Any = None) -> None:
+        self._constrain = constrain
+        self._states: dict[int, _State] = {}
+
+    def open(self, number: int, request: Request) -> None:
+        """Prepare for a sequence."""
+        key = stream(request.sampling.seed, request.sample, request.prompt)
+        constraint = None if request.schema is None else self._constrain(request.schema)
+        self._states[number] = _State(request, key, constraint)
+
+    def close(self, number: int) -> None:
+        """Forget a sequence."""
+        self._states.pop(number, None)
+
+    def scoring(self, number: int) -> int | None:
+        """How many of the most likely tokens are wanted beside each of a prompt's."""
+        return self._states[number].request.prompt_logprobs
+
+    def choose(self, logits: Tensor, numbers: Sequence[int]) -> list[Choice]:
+        """The next token of each sequence, which from now on is part of it.
+
+        Args:
+            logits: ``[sequences, vocab]``, in at least float32.
+            numbers: of the sequences.
+        """
+        states = [self._states[number] for number in numbers]
+        changed = logits
+        if not all(state.plain for state in states):
+            changed = logits.clone()
+            for row, state in zip(changed, states):
+                self._change(row, state)
+        tokens = changed.argmax(-1)
+        random = [row for row, state in enumerate(states) if state.request.sampling.temperature > 0]
+        if random:
+            rows = torch.tensor(random, device=logits.device)
+            tokens[rows] = _sampled(changed[rows], [states[row] for row in random])
+        chosen = tokens.tolist()
+        logprobs: list[Logprob | None] = [None] * len(states)
+        wanted = [row for row, state in enumerate(states) if state.request.logprobs is not None]
+        if wanted:
+            rows, counts = (
+                torch.tensor(wanted, device=logits.device),
+                [states[r].request.logprobs for r in wanted],
+            )
+            for row, logprob in zip(wanted, log_probabilities(logits[rows], tokens[rows], counts)):
+                logprobs[row] = logprob
+        for state, token in zip(states, chosen):
+            state.new += 1
+            state.seen[token] += 1
+            if state.constraint is not None:
+                state.constraint.accept(token)
+        return [Choice(token, logprob) for token, logprob in zip(chosen, logprobs)]
+
+    def _change(self, row: Tensor, state: _State) -> None:
+        """Add what a request adds to its logits ``[vocab]``, in place."""
+        sampling = state.request.sampling
+        if sampling.logit_bias:
+            biased, biases = zip(*sampling.logit_bias)
+            row[list(biased)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
+        if sampling.repetition_penalty != 1:
+            ids = torch.tensor(sorted({*state.request.prompt, *state.seen}), device=row.device)
+            values, penalty = row[ids], sampling.repetition_penalty
+            row[ids] = torch.where(values > 0, values / penalty, values * penalty)
+        if state.seen and (sampling.presence_penalty or sampling.frequency_penalty):
+            ids, counts = (torch.tensor(part, device=row.device) for part in zip(*sorted(state.seen.items())))
+            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.dtype)
+        if state.constraint is not None:
+            row.masked_fill_(~state.constraint.allowed(row.device)[: len(row)], -torch.inf)
+
+
+def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
+    """int64 ``[sequences]``: tokens drawn from logits ``[sequences, vocab]``, by the inverse of the
+    cumulative distribution."""
+    settings = [state.request.sampling for state in states]
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    logits = logits / column([sampling.temperature for sampling in settings]).to(logits.dtype)
+    vocab = logits.shape[1]
+    if limited := [row for row, sampling in enumerate(settings) if 0 < sampling.top_k < vocab]:
+        counts = torch.tensor([settings[row].top_k for row in limited], device=logits.device)
+        best = logits[limited].topk(int(counts.max()), dim=-1).values
+        least = best.gather(1, counts[:, None] - 1)
+        logits[limited] = logits[limited].masked_fill(logits[limited] < least, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if cut := [row for row, sampling in enumerate(settings) if sampling.top_p < 1]:
+        ordered, places = probabilities[cut].sort(dim=-1, descending=True)
+        limits = column([settings[row].top_p for row in cut])
+        # A token stays if those before it do not reach top_p yet; the likeliest always stays.
+        before = ordered.cumsum(-1, dtype=torch.float64) - ordered
+        ordered = ordered.masked_fill(before >= limits, 0.0)
+        probabilities[cut] = torch.zeros_like(ordered).scatter_(-1, places, ordered)
+    if any(sampling.min_p for sampling in settings):
+        least = probabilities.amax(-1, keepdim=True) * column([s.min_p for s in settings])
+        probabilities = probabilities.masked_fill(probabilities < least, 0.0)
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    place = column([drawn(state.key, state.new) for state in states]) * total
+    # Below the total even if that product is rounded up: the last token with a probability then.
+    place = torch.minimum(place, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, place, right=True).squeeze(1)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[Logprob]:
+    """How likely given tokens are.
+
+    Args:
+        logits: ``[rows, vocab]``, in at least float32.
+        tokens: int64 ``[rows]``.
+        counts: of the most likely tokens that are wanted beside each.
+    """
+    values = logits.log_softmax(-1)
+    chosen = values.gather(1, tokens[:, None]).squeeze(1).tolist()
+    most = min(max((count or 0 for count in counts), default=0), logits.shape[1])
+    best: list[Any] = [()] * len(chosen)
+    if most:
+        top = values.topk(most, dim=-1)
+        best = [tuple(zip(*pair)) for pair in zip(top.indices.tolist(), top.values.tolist())]
+    return [
+        Logprob(token, value, row[: count or 0])
+        for token, value, row, count in zip(tokens.tolist(), chosen, best, counts)
+    ]

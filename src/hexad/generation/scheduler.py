@@ -1,0 +1,255 @@
+"""Which tokens are computed next: continuous batching (Yu et al., Orca, OSDI 2022) with prompts in chunks
+between the tokens of others (Agrawal et al., Sarathi-Serve, arXiv 2403.02310). No torch.
+
+Sequences join and leave at every step. A step has one token of each running sequence, then as much of the
+prompts that are not complete, the oldest first, as its budget of tokens allows. Where no block of the cache
+is free, the sequence that arrived last gives its own up, and is computed again later.
+
+With pipeline stages the sequences are divided into as many lanes, whose steps follow each other through the
+stages: a lane's next step begins when the tokens of its last one are known.
+"""
+
+from collections import abc, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .blocks import BlockPool, Run, Table
+from .requests import Request
+
+
+class Part(NamedTuple):
+    """The tokens of one sequence in a step.
+
+    Attributes:
+        number: of the sequence.
+        tokens: their ids.
+        begin: position of the first.
+        length: tokens of the sequence, by which LongRoPE chooses its frequencies.
+        runs: where the keys from position ``origin`` on are, up to these tokens' own.
+        origin: position of the first token whose keys are kept.
+        draws: whether the sequence's next token is drawn after the last one.
+        targets: with log-probabilities of the prompt, the token that follows each of these; else none.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    begin: int
+    length: int
+    runs: tuple[Run, ...]
+    origin: int = 0
+    draws: bool = False
+    targets: tuple[int, ...] = ()
+
+
+class Step(NamedTuple):
+    """What all ranks of a replica compute next.
+
+    Attributes:
+        parts: the tokens, by sequence.
+        opened: requests of the sequences that are new, by number.
+        closed: numbers of sequences that have ended since the step before.
+        stop: whether no other step follows.
+    """
+
+    parts: tuple[Part, ...] = ()
+    opened: tuple[tuple[int, Request], ...] = ()
+    closed: tuple[int, ...] = ()
+    stop: bool = False
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way.
+
+    Attributes:
+        number: of the request.
+        request: what is wanted.
+        ids: of the prompt and of what was drawn.
+        computed: tokens whose keys are in the cache, or will be after the steps under way.
+        table: their blocks; None while it waits.
+        lane: of its steps.
+        scored: positions of the prompt whose log-probability was computed.
+        cached: tokens of the prompt that others had computed.
+    """
+
+    number: int
+    request: Request
+    ids: list[int]
+    computed: int = 0
+    table: Table | None = None
+    lane: int = 0
+    scored: int = 0
+    cached: int = 0
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        request = self.request
+        return request.prompt_logprobs is not None and self.scored < len(request.prompt) - 1
+
+
+@dataclass(eq=False)
+class Scheduler:
+    """Decides what is computed.
+
+    Attributes:
+        pool: the cache's blocks.
+        lanes: steps under way at once.
+        batch_tokens: tokens of a step at most.
+        most: sequences that run at once.
+        window: of attention; None where a token sees all before it.
+        switch: tokens from which on LongRoPE has other frequencies, with which all keys are computed again;
+            0 without.
+    """
+
+    pool: BlockPool
+    lanes: int = 1
+    batch_tokens: int = 2048
+    most: int = 256
+    window: int | None = None
+    switch: int = 0
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: dict[int, Sequence] = field(default_factory=dict)  # the oldest first
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self._busy: set[int] = set()  # lanes with a step under way
+
+    def add(self, sequence: Sequence) -> None:
+        """Have a sequence computed after those that wait."""
+        self.waiting.append(sequence)
+
+    def remove(self, number: int) -> None:
+        """Forget a sequence, wherever it is."""
+        sequence = self.running.pop(number, None)
+        if sequence is not None and sequence.table is not None:
+            self.pool.release(sequence.table)
+        self.waiting = deque(waiting for waiting in self.waiting if waiting.number != number)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.waiting and not self.running
+
+    def plan(self) -> tuple[int, tuple[Part, ...]] | None:
+        """The lane and the parts of the next step; None where nothing can be computed, or not before a step
+        under way is done."""
+        self._admit()
+        for lane in sorted(set(range(self.lanes)) - self._busy, key=self._oldest_of):
+            parts = tuple(self._parts(lane))
+            if parts:
+                self._busy.add(lane)
+                return lane, parts
+        return None
+
+    def done(self, lane: int, parts: abc.Sequence[Part]) -> None:
+        """Note that a step's tokens are computed; drawn ones are added by :meth:`extend` afterwards."""
+        self._busy.discard(lane)
+        for part in parts:
+            sequence = self.running.get(part.number)
+            if sequence is None or sequence.table is None:
+                continue
+            self.pool.keep(sequence.table, sequence.ids, sequence.computed, self._regime(sequence))
+            if self.window is not None:
+                self.pool.drop(sequence.table, sequence.computed + 1 - self.window)
+
+    def extend(self, number: int, token: int) -> Sequence | None:
+        """Add a drawn token to its sequence, and return that; None if it was removed."""
+        sequence = self.running.get(number)
+        if sequence is None:
+            return None
+        sequence.ids.append(token)
+        if self.switch and len(sequence.ids) == self.switch + 1:
+            self._restart(sequence)
+        return sequence
+
+    def _regime(self, sequence: Sequence) -> bytes:
+        return b"long" if self.switch and len(sequence.ids) > self.switch else b""
+
+    def _oldest_of(self, lane: int) -> float:
+        return next((number for number, s in self.running.items() if s.lane == lane), float("inf"))
+
+    def _admit(self) -> None:
+        """Let waiting sequences run as long as the prompts of all that do have room."""
+        unfilled = sum(
+            self.pool.needed(len(s.ids) + 1) - s.table.dropped - len(s.table.blocks)
+            for s in self.running.values()
+            if s.table is not None
+        )
+        while self.waiting and len(self.running) < self.most:
+            sequence = self.waiting[0]
+            regime, reuse = self._regime(sequence), not sequence.scoring
+            table = self.pool.start(sequence.ids, sequence.request.longest, regime, reuse)
+            missing = self.pool.needed(len(sequence.ids) + 1) - len(table.blocks)
+            if self.running and missing + unfilled > self.pool.available:
+                self.pool.release(table)
+                return
+            self.waiting.popleft()
+            unfilled += missing
+            sequence.table, sequence.computed = table, len(table.blocks) * self.pool.size
+            sequence.cached = max(sequence.cached, min(sequence.computed, len(sequence.request.prompt)))
+            counts = [0] * self.lanes
+            for other in self.running.values():
+                counts[other.lane] += 1
+            sequence.lane = counts.index(min(counts))
+            self.running[sequence.number] = sequence
+
+    def _parts(self, lane: int) -> Iterator[Part]:
+        """The parts of a lane's step: first those of sequences that only lack their last token."""
+        budget = self.batch_tokens
+        sequences = [sequence for sequence in self.running.values() if sequence.lane == lane]
+        sequences.sort(key=lambda sequence: len(sequence.ids) - sequence.computed > 1)
+        planned: set[int] = set()
+        for sequence in sequences:
+            begin = sequence.computed
+            end = min(len(sequence.ids), begin + budget)
+            if begin == end or sequence.table is None:  # None: preempted meanwhile
+                continue
+            while not self.pool.extend(sequence.table, end):
+                if not self._preempt(sequence, planned):
+                    break
+            else:
+                budget -= end - begin
+                planned.add(sequence.number)
+                yield self._part(sequence, end)
+
+    def _part(self, sequence: Sequence, end: int) -> Part:
+        begin, request, table = sequence.computed, sequence.request, sequence.table
+        assert table is not None
+        sequence.computed = end
+        targets: tuple[int, ...] = ()
+        if sequence.scoring:
+            targets = tuple(request.prompt[begin + 1 : end + 1])
+            sequence.scored = max(sequence.scored, min(end, len(request.prompt) - 1))
+        return Part(
+            sequence.number,
+            tuple(sequence.ids[begin:end]),
+            begin,
+            len(sequence.ids),
+            self.pool.runs(table, end),
+            table.dropped * self.pool.size,
+            end == len(sequence.ids) and request.tokens > 0,
+            targets,
+        )
+
+    def _preempt(self, sequence: Sequence, planned: set[int]) -> bool:
+        """Take the blocks of the sequence that arrived last, if that was after ``sequence`` and no step under
+        way or planned needs them; returns whether there was one."""
+        for other in reversed(self.running.values()):
+            if other is sequence:
+                return False
+            if other.lane not in self._busy and other.number not in planned and other.computed:
+                self._restart(other)
+                return True
+        return False
+
+    def _restart(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks, and compute it again before all that wait."""
+        assert sequence.table is not None
+        del self.running[sequence.number]
+        self.pool.release(sequence.table)
+        sequence.table, sequence.computed = None, 0
+        self.preemptions += 1
+        place = sum(waiting.number < sequence.number for waiting in self.waiting)
+        self.waiting.insert(place, sequence)

@@ -1,0 +1,164 @@
+"""Replicas of small models with random weights, driven directly."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hexad.config import Config
+from hexad.dataset.text.tokenizer import ByteTokenizer
+from hexad.generation.blocks import BlockPool
+from hexad.generation.loading import make_memory
+from hexad.generation.replica import Replica
+from hexad.generation.requests import Logprob, Request, Update
+from hexad.generation.scheduler import Scheduler
+from hexad.generation.worker import Worker
+from hexad.model.transformer import Transformer, build_stages, factored_mesh, make_shard
+from hexad.parallel.sharding import declared_parameters, initialise
+from hexad.planning.checks import planned_layout
+from hexad.planning.resolve import resolve
+from hexad.topology.mesh import Mesh
+
+from ..small import config_of
+
+CPU = torch.device("cpu")
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "kv_heads": 1},
+    "gpt2": {"family": "gpt2", "max_positions": 128},
+    "mistral": {"family": "mistral", "kv_heads": 2, "sliding_window": 5},
+    "phi3": {"family": "phi3", "sliding_window": 3},
+    "qwen3": {"family": "qwen3", "kv_heads": 2},
+    "longrope": {
+        "family": "llama",
+        "head_dim": 8,
+        "rope_scaling": {
+            "type": "longrope",
+            "original_positions": 11,
+            "short_factors": [1, 1.2, 1.4, 2],
+            "long_factors": [1.5, 2, 4, 8],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """A layout of one replica."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def world(self) -> int:
+        """Its ranks."""
+        return self.context * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Room:
+    """A cache and how much is computed at once."""
+
+    tokens: int = 4096
+    block: int = 4
+    batch_tokens: int = 64
+    sequences: int = 64
+
+
+@dataclass
+class Result:
+    """What a request has brought."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    scores: tuple[Logprob, ...] | None = None
+    text: str = ""
+    ended: str | None = None
+    cached: int = 0
+    values: list[float] = field(default_factory=list)  # of the prompt, where that is all that is known
+
+    def add(self, update: Update) -> None:
+        """Add an update."""
+        self.tokens += update.tokens
+        self.logprobs += update.logprobs
+        self.text += update.text
+        self.ended, self.cached = update.ended, max(self.cached, update.cached)
+        self.scores = update.prompt_logprobs if self.scores is None else self.scores
+
+
+def settings(name: str, layout: Degrees, room: Room, **precision: Any) -> Config:
+    """The configuration of a small model in a layout."""
+    degrees = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
+    inference = {"cache_tokens": room.tokens, "block": room.block}
+    return config_of(
+        model={"heads": 4, "vocab": 50, "init_std": 0.5, **MODELS[name]},
+        parallel={**degrees, "sequence": False},
+        data={"sequence": 12},
+        batch={"micro": 1, "global": 1},
+        precision={"dtype": "fp64", **precision},
+        inference=inference,
+    )
+
+
+def stage_of(config: Config, mesh: Mesh) -> Transformer:
+    """This rank's stage, with weights that are the same in every layout."""
+    resolved = resolve(config, mesh.layout)
+    config = resolved.config
+    mesh = factored_mesh(config.model, config.parallel, mesh)
+    shard = make_shard(config.parallel, mesh, torch.float64)
+    rank, layers = mesh.pipeline.rank, resolved.plan.layers
+    stage = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank].eval()
+    initialise(declared_parameters(stage), 7)
+    return stage
+
+
+def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Replica:
+    """A replica over all ranks, given this rank's stage."""
+    memory, blocks, block = make_memory(stage, config, mesh)
+    scaling = config.model.rope_scaling
+    switch = 0 if scaling is None else scaling.original_positions
+    scheduler = Scheduler(
+        BlockPool(blocks, block, neighbours=True),
+        mesh.pipeline.size,
+        room.batch_tokens,
+        room.sequences,
+        config.model.sliding_window,
+        switch,
+    )
+    return Replica(Worker(stage, memory, mesh.pipeline), scheduler, ByteTokenizer(), mesh)
+
+
+def written(
+    name: str, layout: Degrees, room: Room, requests: Sequence[Request], arrivals: Mapping[int, Sequence[int]]
+) -> tuple[dict[int, Result], int] | None:
+    """What requests bring on the leader of a replica, and how often a sequence was preempted.
+
+    Args:
+        arrivals: which requests come, by number from 1, before each call of ``advance``.
+    """
+    config = settings(name, layout, room)
+    mesh = Mesh.create(planned_layout(config, layout.world), CPU)
+    replica = replica_of(stage_of(config, mesh), config, mesh, room)
+    if not replica.leads:
+        replica.follow()
+        return None
+    return results_of(replica, requests, arrivals), replica.scheduler.preemptions
+
+
+def results_of(
+    replica: Replica, requests: Sequence[Request], arrivals: Mapping[int, Sequence[int]]
+) -> dict[int, Result]:
+    """What requests bring, on the leader; see :func:`written`."""
+    results: dict[int, Result] = {number: Result() for number in range(1, len(requests) + 1)}
+    last, turn = max(arrivals), 0
+    while turn <= last or not replica.idle:
+        for number in arrivals.get(turn, ()):
+            replica.add(number, requests[number - 1])
+        for update in replica.advance():
+            results[update.number].add(update)
+        turn += 1
+    pool = replica.scheduler.pool
+    assert pool.available == pool.blocks
+    replica.stop()
+    return results

@@ -1,0 +1,163 @@
+"""Choosing tokens: each setting against its definition, and what one request gets whatever the others are."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from hexad.config import ConfigError
+from hexad.generation.requests import Request, Sampling, asked_sampling, drawn, stream
+from hexad.generation.sampler import Sampler, log_probabilities
+
+PROBABILITIES = (0.5, 0.3, 0.15, 0.05)
+LOGITS = torch.tensor([PROBABILITIES]).double().log()
+
+
+def counts(prompt: tuple[int, ...] = (9,), tokens: int = 4000, **settings: Any) -> list[float]:
+    """How often each token is drawn from :data:`LOGITS`."""
+    sampler = Sampler()
+    sampler.open(1, Request(prompt, tokens, Sampling(**{"temperature": 1.0, **settings})))
+    tokens_of = [sampler.choose(LOGITS, [1])[0].token for _ in range(tokens)]
+    return [tokens_of.count(token) / tokens for token in range(4)]
+
+
+def normalised(*weights: float) -> Any:
+    return pytest.approx([weight / sum(weights) for weight in weights], abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, PROBABILITIES),
+        ({"temperature": 0.5}, [p**2 for p in PROBABILITIES]),
+        ({"top_k": 2}, (0.5, 0.3, 0, 0)),
+        ({"top_k": 4}, PROBABILITIES),
+        ({"top_p": 0.7}, (0.5, 0.3, 0, 0)),  # 0.5 does not reach it, 0.5 + 0.3 does
+        ({"top_p": 1e-9}, (1, 0, 0, 0)),
+        ({"top_p": 0.96}, PROBABILITIES),
+        ({"min_p": 0.25}, (0.5, 0.3, 0.15, 0)),
+        ({"min_p": 1.0}, (1, 0, 0, 0)),
+        ({"top_k": 3, "top_p": 0.8}, (0.5, 0.3, 0, 0)),
+        ({"logit_bias": ((3, 100.0),)}, (0, 0, 0, 1)),
+        ({"logit_bias": ((0, -100.0), (3, math.log(6)))}, (0, 0.3, 0.15, 0.3)),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_with_their_probabilities(settings: dict[str, Any], expected: Any) -> None:
+    assert counts(**settings) == normalised(*expected)
+
+
+def test_penalties() -> None:
+    """Of logits, each checked by the greedy choice among two that they change."""
+
+    def first(logits: list[float], steps: int, prompt: tuple[int, ...] = (9,), **settings: Any) -> list[int]:
+        sampler = Sampler()
+        sampler.open(1, Request(prompt, 9, Sampling(**settings)))
+        row = torch.tensor([logits + [-99.0] * (10 - len(logits))])
+        return [sampler.choose(row, [1])[0].token for _ in range(steps)]
+
+    assert first([1.0, 0.9], 4) == [0, 0, 0, 0]
+    assert first([1.0, 0.9, 0.0], 4, presence_penalty=0.5) == [0, 1, 0, 0]  # 0.5 against 0.4 from then on
+    assert first([1.0, 0.9, -9.0], 6, frequency_penalty=0.3) == [0, 1, 0, 1, 0, 1]
+    assert first([1.0, 0.9], 4, repetition_penalty=1.2) == [0, 1, 0, 0]  # 0.83 against 0.75
+    assert first([1.0, 0.9], 1, prompt=(0,), repetition_penalty=1.2) == [1]
+    assert first([-1.0, -1.1], 1, prompt=(0,), repetition_penalty=1.2) == [1]  # negative ones are multiplied
+    assert first([1.0, 0.9], 1, prompt=(0,), presence_penalty=0.5) == [0]  # counts new tokens only
+
+
+def test_a_request_gets_the_same_whatever_the_others_are() -> None:
+    chance = random.Random(3)
+    vocab = 30
+    requests = []
+    for number in range(12):
+        sampling = Sampling(
+            temperature=chance.choice([0.0, 0.8, 1.7]),
+            top_k=chance.choice([0, 5]),
+            top_p=chance.choice([1.0, 0.6]),
+            min_p=chance.choice([0.0, 0.2]),
+            presence_penalty=chance.choice([0.0, 1.0]),
+            logit_bias=((number, 1.5),),
+            seed=number % 3,
+        )
+        requests.append(Request((number, 5), 9, sampling, logprobs=chance.choice([None, 0, 4])))
+    logits = torch.randn(20, 12, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    alone = []
+    for number, request in enumerate(requests):
+        sampler = Sampler()
+        sampler.open(7, request)
+        alone.append([sampler.choose(step[number : number + 1], [7])[0] for step in logits])
+    together, taken = Sampler(), [0] * 12
+    for number, request in enumerate(requests):
+        together.open(number, request)
+    while min(taken) < 20:
+        numbers = [n for n in range(12) if taken[n] < 20 and chance.random() < 0.7]
+        if not numbers:
+            continue
+        rows = torch.stack([logits[taken[n], n] for n in numbers])
+        for number, choice in zip(numbers, together.choose(rows, numbers), strict=True):
+            assert choice == alone[number][taken[number]]
+            taken[number] += 1
+
+
+def test_random_numbers() -> None:
+    """From 0 to below 1, evenly; those of prompts, samples and seeds are others."""
+    values = [drawn(key, place) for key in range(100) for place in range(100)]
+    assert 0 <= min(values) < 0.001 and 0.999 < max(values) < 1 and len(set(values)) == 10_000
+    assert sum(values) / len(values) == pytest.approx(0.5, abs=0.01)
+    keys = {stream(s, n, ids) for s in (3, 4) for n in range(3) for ids in ([1], [2], [1, 2], [12])}
+    assert len(keys) == 24 and all(0 <= key < 2**63 for key in keys)
+    assert stream(3, 1, [7, 8]) == stream(3, 1, (7, 8))
+
+
+def test_the_last_token_can_be_drawn_and_no_other_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the product of the random number and the sum is rounded up."""
+    monkeypatch.setattr("hexad.generation.sampler.drawn", lambda *_: 1 - 2.0**-53)
+    assert counts(tokens=3) == [0, 0, 0, 1]
+    assert counts(tokens=3, top_k=3) == [0, 0, 1, 0]
+    monkeypatch.setattr("hexad.generation.sampler.drawn", lambda *_: 0.0)
+    assert counts(tokens=3) == [1, 0, 0, 0]
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    """Whatever is drawn from the logits."""
+    one, other = log_probabilities(LOGITS.repeat(2, 1), torch.tensor([2, 0]), [2, None])
+    assert one.token == 2 and one.value == pytest.approx(math.log(0.15))
+    assert [token for token, _ in one.top] == [0, 1] and one.top[1][1] == pytest.approx(math.log(0.3))
+    assert other.value == pytest.approx(math.log(0.5)) and other.top == ()
+    sampler = Sampler()
+    sampler.open(1, Request((1,), 3, Sampling(logit_bias=((3, 50.0),)), logprobs=9))
+    (choice,) = sampler.choose(LOGITS, [1])
+    assert choice.token == 3 and choice.logprob is not None
+    assert choice.logprob.value == pytest.approx(math.log(0.05)) and len(choice.logprob.top) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"temperature": -1.0}, "--temperature"),
+        ({"temperature": math.inf}, "--temperature"),
+        ({"temperature": math.nan}, "--temperature"),
+        ({"temperature": True}, "--temperature"),
+        ({"top_k": -1}, "--top-k"),
+        ({"top_k": 1.5}, "--top-k"),
+        ({"top_p": 0.0}, "--top-p"),
+        ({"min_p": 1.1}, "--min-p"),
+        ({"repetition_penalty": 0}, "--repetition-penalty"),
+        ({"presence_penalty": 2.1}, "--presence-penalty"),
+        ({"frequency_penalty": "x"}, "--frequency-penalty"),
+        ({"seed": -1}, "--seed"),
+        ({"logit_bias": ((-1, 0.0),)}, "--logit-bias"),
+        ({"logit_bias": ((1, 101.0),)}, "--logit-bias"),
+    ],
+)
+def test_sampling_out_of_range(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}: found "):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_choices_without_a_temperature(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="with temperature 0, which takes the likeliest token"):
+        asked_sampling(Sampling(**options))

@@ -40,6 +40,13 @@ CONTENTS: dict[str, tuple[str, ...]] = {
         "training.saves.Saves",
         "engine.evaluation.ValidationSets",
     ),
+    "Generation": (
+        "Generator",
+        "generation.texts.Settings",
+        "generation.requests.Sampling",
+        "generation.requests.Request",
+        "generation.requests.Logprob",
+    ),
     "Losses of one's own": ("engine.losses.Outputs",),
     "Any model": (
         "parallelize",

@@ -115,7 +115,7 @@ def stage_of(config: Config, mesh: Mesh) -> Transformer:
 
 def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Replica:
     """A replica over all ranks, given this rank's stage."""
-    memory, blocks, block = make_memory(stage, config, mesh)
+    memory, blocks, block = make_memory(stage, config, mesh, 128)
     scaling = config.model.rope_scaling
     switch = 0 if scaling is None else scaling.original_positions
     scheduler = Scheduler(

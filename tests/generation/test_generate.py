@@ -10,27 +10,14 @@ from unittest import mock
 
 import pytest
 
-from hexad.cli.main import run
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.generator import Generator
 from hexad.generation.requests import Request
 
 from ..pool import Pool
-from ..training.command import Process, RunFile, call, free_port, write_run
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> RunFile:
-    """A run that has learned a few bytes."""
-    directory = tmp_path_factory.mktemp("generate")
-    (directory / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    prefix = str(directory / "data")
-    options = ["--tokenizer", "byte", "--workers", "1"]
-    assert run(["data", "build", "--input", str(directory / "text.txt"), "--output", prefix, *options]) == 0
-    run_file = write_run(directory, prefix, run={"steps": 40}, optimizer={"lr": 0.02})
-    assert run_file.train().status == 0
-    return run_file
+from ..training.command import Process, RunFile, call, free_port
+from .conftest import chatty_run
 
 
 def generated(run_file: RunFile, *options: str) -> str:
@@ -220,28 +207,9 @@ def test_prompts_beyond_the_models_length_are_reported(trained: RunFile) -> None
     assert not call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "11").err
 
 
-def chatty(tmp_path: Path) -> RunFile:
-    """A run on conversations whose answers end with ``<|im_end|>``."""
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokens = tmp_path / "tok"
-    train_bpe(["what is it? a fox"] * 9, 264, tokens, special_tokens=("<|im_start|>", "<|im_end|>"))
-    (tokens / "chat_template.jinja").write_text(template)
-    pair = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "fox"}]
-    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': pair})}\n" * 8)
-    build = ["--input", str(tmp_path / "chat.jsonl"), "--output", str(tmp_path / "chat"), "--workers", "1"]
-    assert run(["data", "build", *build, "--tokenizer", str(tokens)]) == 0
-    groups = {"data": {"tokenizer": str(tokens), "sequence": 48}, "optimizer": {"lr": 0.02}}
-    run_file = write_run(tmp_path, str(tmp_path / "chat"), run={"steps": 60}, **groups)
-    assert run_file.train().status == 0
-    return run_file
-
-
 def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
     """The token that closes a turn is not the end of a document, and no text of its own."""
-    run_file = chatty(tmp_path)
+    run_file = chatty_run(tmp_path)
     (tmp_path / "ask.jsonl").write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
 
     def written(*options: str) -> dict[str, object]:

@@ -20,6 +20,7 @@ _COMMANDS = {
     "megatron": ("hexad.cli.megatron", "megatron", "Train by a launch line of Megatron-LM."),
     "evaluate": ("hexad.cli.evaluate", "evaluate", "Loss and bits per byte of a model on data sets."),
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
+    "serve": ("hexad.cli.serve", "serve", "Answer requests of OpenAI's interface with a model."),
     "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
     "tokenizer": ("hexad.cli.tokenizer", "tokenizer", "Train and show tokenizers."),
     "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Inspect, verify, import and export checkpoints."),

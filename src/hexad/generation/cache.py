@@ -1,4 +1,4 @@
-"""The keys and values of all layers of a stage, and how the tokens of a step are arranged in them.
+"""How the tokens of a step are arranged in the keys and values that a stage keeps.
 
 Context ranks divide the tokens of a step, equally and in their order; each has the keys of all tokens, and
 computes the attention of its own.
@@ -6,7 +6,7 @@ computes the attention of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,29 +18,8 @@ from hexad.comm import all_gather
 from hexad.model.attention_kernels import AttentionKernel
 from hexad.topology.mesh import Axis
 
-from .paged_attention import Pages, Queries, gathered, over_runs
+from .paged_attention import Arrangement, Memory, Queries
 from .scheduler import Part
-
-
-class Memory:
-    """Keys and values of every layer of this rank's stage.
-
-    Attributes:
-        keys, values: by layer, ``[slots, this rank's key/value heads, width]``.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[int],
-        slots: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.keys, self.values = (
-            {layer: torch.empty((slots, *shape), dtype=dtype, device=device) for layer in layers}
-            for _ in range(2)
-        )
 
 
 @dataclass(eq=False)
@@ -49,13 +28,13 @@ class StepCache:
     :class:`~hexad.model.positions.KeyValueCache`.
 
     Attributes:
-        memory: of this rank.
+        memory: of each of this rank's layers, by its number in the model.
         parts: the step's tokens.
         context: axis of the ranks that divide them.
         device: of the tensors.
     """
 
-    memory: Memory
+    memory: Mapping[int, Memory]
     parts: Sequence[Part]
     context: Axis
     device: torch.device
@@ -105,14 +84,13 @@ class StepCache:
         if self.context.size > 1:
             k, v = all_gather(torch.cat((k, v), dim=1), self.context).chunk(2, dim=1)
         k, v = k[: self.total], v[: self.total]
-        keys, values = self.memory.keys[layer], self.memory.values[layer]
-        keys.index_copy_(0, self._slots, k)
-        values.index_copy_(0, self._slots, v)
-        compute = over_runs if q.device.type == "cpu" else gathered
-        out = compute(q, Pages(keys, values, k, v), self._queries, kernel.scale, kernel.window)
+        out = self.memory[layer].attend(q, k, v, self._arrangement, kernel.scale, kernel.window)
         return out.flatten(1)
 
     @cached_property
+    def _arrangement(self) -> Arrangement:
+        return Arrangement(self._slots(), self._queries(), self.share)
+
     def _slots(self) -> Tensor:
         """int64 ``[tokens of the step]``: where the keys of each go."""
         slots: list[int] = []
@@ -128,7 +106,6 @@ class StepCache:
             slots += left
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
-    @cached_property
     def _queries(self) -> list[Queries]:
         """The parts of this rank's tokens."""
         queries, place = [], 0

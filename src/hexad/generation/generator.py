@@ -19,7 +19,7 @@ from hexad.planning.saved_model import SavedModel, find_model, generating_model
 from .blocks import BlockPool
 from .constraints import Constraints
 from .front import Front, connected, serve_link
-from .loading import load_model, make_memory
+from .loading import load_model, make_memory, pack
 from .prompts import Prompt, PromptEncoder
 from .replica import Replica
 from .requests import Request
@@ -75,7 +75,8 @@ class Generator:
             self.first = run.mesh.rank == 0
             self.tokenizer = run.agreed(saved.tokenizer)
             self._model = load_model(config, saved.weights, run.mesh, run.resolved.plan.layers)
-            memory, blocks, block = make_memory(self._model, config, run.mesh)
+            pack(self._model)
+            memory, blocks, block = make_memory(self._model, config, run.mesh, saved.positions)
             self._constraints = Constraints(self.tokenizer, self._model.vocab)
             self.scheduler = _scheduler(
                 self._model.model, BlockPool(blocks, block, run.mesh.device.type == "cpu")
@@ -94,6 +95,11 @@ class Generator:
         except BaseException:
             self._stack.close()
             raise
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run at once, on all replicas."""
+        return self.scheduler.most * self._mesh.data.size
 
     @property
     def capacity(self) -> int:
@@ -124,6 +130,15 @@ class Generator:
             return sorted(texts, key=lambda text: (text.number, text.sample))
 
         return self.shared(texts)
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Do something on the first rank only, which computes nothing; returns what it returns, on every
+        rank.
+
+        Raises:
+            HexadError: what the action raised, on every rank.
+        """
+        return from_first(action, self._mesh.world)
 
     def shared(self, action: Callable[[], T]) -> T:
         """Do something on the first rank that uses :meth:`written` or :meth:`front`, while all others compute

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hexad.checkpoint.base import load_model_weights
 from hexad.checkpoint.tensor_file import Chunk
@@ -16,9 +17,12 @@ from hexad.launching.environment import environment
 from hexad.model.attention import Attention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import Declared, declared_parameters
+from hexad.parallel.tensor.embedding import VocabParallelHead
+from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from hexad.parallel.tensor.packed import packable, packed
 from hexad.topology.mesh import Mesh
 
-from .cache import Memory
+from .paged_attention import DeviceMemory, HostMemory, Memory
 
 
 def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[range]) -> Transformer:
@@ -56,9 +60,26 @@ def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
     return chunks
 
 
-def make_memory(model: Transformer, config: Config, mesh: Mesh) -> tuple[Memory, int, int]:
+def pack(model: Transformer) -> None:
+    """Have the weights of all linear layers in the layout that products of few tokens on a CPU are fastest
+    with, where there is one. Only forward passes can use them."""
+    if model.shard.device.type != "cpu" or not packable(model.dtype):
+        return
+    for module in model.modules():
+        names: tuple[str, ...] = ()
+        if isinstance(module, ColumnParallelLinear):
+            names = ("weight", "copied_weight") if module.copied else ("weight",)
+        elif isinstance(module, RowParallelLinear | VocabParallelHead):
+            names = ("weight",)  # the embedding keeps a tied one as it is
+        for name in names:
+            setattr(module, name, nn.Parameter(packed(getattr(module, name).data), requires_grad=False))
+
+
+def make_memory(
+    model: Transformer, config: Config, mesh: Mesh, positions: int
+) -> tuple[dict[int, Memory], int, int]:
     """The cache of this rank's stage, the number of its blocks, the same on all ranks, and the tokens of
-    each.
+    each; ``positions``: tokens that the model was made for.
 
     Raises:
         ConfigError: there is no memory for a block.
@@ -73,16 +94,15 @@ def make_memory(model: Transformer, config: Config, mesh: Mesh) -> tuple[Memory,
         blocks = -(-settings.cache_tokens // block)
     else:
         room = _free_bytes(mesh, settings.memory_part) // max(1, token_bytes * block)
-        # No more than all sequences can fill.
-        blocks = merged(min(room, settings.sequences * -(-_LONGEST // block)), mesh.world, min)
+        # No more than all sequences of the length that the model was made for can fill.
+        most = settings.sequences * -(-positions // block)
+        blocks = merged(min(room, most), mesh.world, min)
         if blocks < 1:
             problem = f"found {settings.memory_part}, which leaves no memory for a block of the cache; "
             raise ConfigError("inference.memory_part", f"{problem}raise it, or use more ranks")
-    return Memory(layers, blocks * block, shape, model.dtype, device), blocks, block
-
-
-_LONGEST = 1 << 17
-"""Tokens of a sequence for which ``auto`` provides at most."""
+    kind = DeviceMemory if device.type == "cuda" else HostMemory
+    memory: dict[int, Memory] = {layer: kind(blocks * block, shape, model.dtype, device) for layer in layers}
+    return memory, blocks, block
 
 
 def _free_bytes(mesh: Mesh, part: float) -> int:

@@ -1,14 +1,17 @@
 """Attention of some tokens of several sequences over paged keys, those of the tokens before them included.
 
 - CPUs: PyTorch's flash attention, once for each run of keys that are neighbours, and once for a sequence's
-  own new tokens; outputs are put together by their log-sum-exp. The query heads that share a key head are
+  own new tokens; outputs are merged by their log-sum-exp. The query heads that share a key head are
   computed as so many queries of one head, so that each key is read once.
-- GPUs, 16-bit formats: PyTorch's ``varlen_attn`` reads the blocks by their table, where its version can.
-- Everything else: keys are gathered, and a call made for each sequence.
+- GPUs: keys are gathered, and a call made for each sequence.
 """
 
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -39,65 +42,179 @@ class Queries(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many tokens these are."""
+        """How many these are."""
         return self.rows[1] - self.rows[0]
 
-    def before(self, begin: int, end: int) -> list[Run]:
+    @property
+    def end(self) -> int:
+        """Position after the last."""
+        return self.position + self.tokens
+
+    def keys(self, begin: int, end: int) -> list[Run]:
         """Where the keys of positions from ``begin`` to ``end`` are."""
-        found, at = [], self.origin
+        runs, at = [], self.origin
         for slot, tokens in self.runs:
             low, high = max(begin, at), min(end, at + tokens)
             if low < high:
-                found.append(Run(slot + low - at, high - low))
+                runs.append(Run(slot + low - at, high - low))
             at += tokens
-        return found
+        return runs
 
 
-@dataclass(frozen=True, eq=False)
-class Pages:
-    """The cache of one layer, and its new keys.
+@dataclass(eq=False)
+class Arrangement:
+    """Where the tokens of a step are, the same for all layers.
+
+    Attributes:
+        slots: int64 ``[tokens of the step]``: where the keys of each go.
+        queries: the tokens whose attention this rank computes, in the order of their rows.
+        rows: of the queries; those after the last ones are padding.
+    """
+
+    slots: Tensor
+    queries: Sequence[Queries]
+    rows: int
+    _seen: dict[int | None, list[tuple[Queries, list[Run]]]] = field(default_factory=dict)
+
+    def before(self, window: int | None) -> list[tuple[Queries, list[Run]]]:
+        """Queries, and where the keys are that they see in the cache: up to their own if it is one, else up
+        to that of the first. Computed for the first layer with a window."""
+        if window not in self._seen:
+            self._seen[window] = [(one, _before(one, window)) for one in self.queries]
+        return self._seen[window]
+
+
+def _before(one: Queries, window: int | None) -> list[Run]:
+    end = one.end if one.tokens == 1 else one.position
+    return one.keys(one.origin if window is None else max(one.origin, one.end - window), end)
+
+
+class Memory(ABC):
+    """The keys and values of one layer.
 
     Attributes:
         keys, values: ``[slots, key/value heads, width]``.
-        new_keys, new_values: those of the step's tokens, which are in the cache already.
     """
 
-    keys: Tensor
-    values: Tensor
-    new_keys: Tensor
-    new_values: Tensor
+    def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.keys, self.values = (torch.empty((slots, *shape), dtype=dtype, device=device) for _ in range(2))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+    ) -> Tensor:
+        """Keep new keys and values, and compute attention over all that are kept.
+
+        Args:
+            q: ``[rows, heads, width]``.
+            k, v: ``[tokens of the step, key/value heads, width]``.
+            scale: what scores are multiplied by.
+            window: keys that a query sees at most; None: all.
+
+        Returns:
+            ``[rows, heads, width]``; zeros for padding.
+        """
+        self.keys.index_copy_(0, step.slots, k)
+        self.values.index_copy_(0, step.slots, v)
+        parts = self._computed(q, k, v, step, scale, window)
+        missing = step.rows - (step.queries[-1].rows[1] if step.queries else 0)
+        if missing:
+            parts.append(q.new_zeros((missing, *q.shape[1:])))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @abstractmethod
+    def _computed(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+    ) -> list[Tensor]:
+        """The attention of runs of rows, in their order."""
+
+    def _gathered(self, one: Queries, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions from ``begin`` to ``end``, ``[positions, key/value heads, width]``."""
+        runs = one.keys(begin, end)
+        k, v = (
+            torch.cat([kept.narrow(0, *run) for run in runs]) if len(runs) > 1 else kept.narrow(0, *runs[0])
+            for kept in (self.keys, self.values)
+        )
+        return k, v
+
+    def _masked(self, q: Tensor, one: Queries, scale: float, window: int | None) -> Tensor:
+        """``[tokens, heads, width]`` of some queries, by plain attention under a mask."""
+        limit = one.end if window is None else window
+        begin = max(one.origin, one.position + 1 - limit)
+        k, v = self._gathered(one, begin, one.end)
+        seen = None
+        if one.tokens > 1:
+            position = torch.arange(one.position, one.end, device=q.device)[:, None]
+            key = torch.arange(begin, one.end, device=q.device)
+            seen = (key <= position) & (key > position - limit)
+        if (repeated := q.shape[1] // k.shape[1]) > 1:
+            k, v = (x.repeat_interleave(repeated, dim=1) for x in (k, v))
+        out = F.scaled_dot_product_attention(_batch(q), _batch(k), _batch(v), attn_mask=seen, scale=scale)
+        return out[0].transpose(0, 1)
 
 
-def over_runs(
-    q: Tensor, pages: Pages, queries: Sequence[Queries], scale: float, window: int | None
-) -> Tensor:
-    """Attention on a CPU: ``[tokens, heads, width]`` -> the same; rows of no queries are zero."""
-    out = torch.zeros_like(q)
-    groups = pages.keys.shape[1]
-    for one in queries:
-        rows = slice(*one.rows)
-        end = one.position + one.tokens
-        if window is not None and end > window and one.tokens > 1:
-            out[rows] = _windowed(q[rows], pages, one, scale, window)
-            continue
-        begin = one.origin if window is None else max(one.origin, end - window)
-        if one.tokens == 1:
-            # [1, key/value heads, heads of a group, width]
-            grouped = q[rows].view(1, groups, -1, q.shape[2])
-            parts = [_flash(grouped, *_keys(pages, run), scale) for run in one.before(begin, end)]
-            out[rows] = _together(parts).reshape(1, *q.shape[1:])
-            continue
-        own = slice(one.place, one.place + one.tokens)
-        mine = q[rows].transpose(0, 1).unsqueeze(0)
-        parts = [_flash(mine, _batch(pages.new_keys[own]), _batch(pages.new_values[own]), scale, True)]
-        parts += [_flash(mine, *_keys(pages, run), scale) for run in one.before(begin, one.position)]
-        out[rows] = _together(parts)[0].transpose(0, 1)
-    return out
+class HostMemory(Memory):
+    """On a CPU."""
+
+    def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(slots, shape, dtype, device)
+        self._keys, self._values = _batch(self.keys), _batch(self.values)
+
+    def _computed(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+    ) -> list[Tensor]:
+        heads, groups, width = q.shape[1], k.shape[1], q.shape[2]
+        parts: list[Tensor] = []
+        for alone, pairs in groupby(step.before(window), key=lambda pair: pair[0].tokens == 1):
+            if not alone:
+                parts += [self._chunk(q, k, v, one, runs, scale, window) for one, runs in pairs]
+                continue
+            ones = list(pairs)
+            rows = q.narrow(0, ones[0][0].rows[0], len(ones))
+            # Each [1, key/value heads, heads of a group, width].
+            grouped = rows.view(-1, 1, groups, heads // groups, width).unbind(0)
+            outputs = [self._over(one, runs, scale) for one, (_, runs) in zip(grouped, ones)]
+            parts.append(torch.cat(outputs).view(-1, heads, width))
+        return parts
+
+    def _over(self, q: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
+        """Of queries ``[1, heads, queries, width]`` that see all keys of some runs."""
+        if len(runs) == 1:
+            (run,) = runs
+            return _flash(q, self._keys.narrow(2, *run), self._values.narrow(2, *run), scale)[0]
+        return _together(self._each(q, runs, scale))
+
+    def _each(self, q: Tensor, runs: Sequence[Run], scale: float) -> list[tuple[Tensor, Tensor]]:
+        return [_flash(q, self._keys.narrow(2, *run), self._values.narrow(2, *run), scale) for run in runs]
+
+    def _chunk(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        one: Queries,
+        runs: Sequence[Run],
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Of a sequence's new tokens over their own keys and those before."""
+        mine = q.narrow(0, one.rows[0], one.tokens)
+        if window is not None and one.end > window:
+            return self._masked(mine, one, scale, window)
+        own = k.narrow(0, one.place, one.tokens), v.narrow(0, one.place, one.tokens)
+        batch = _batch(mine)
+        parts = [_flash(batch, _batch(own[0]), _batch(own[1]), scale, True), *self._each(batch, runs, scale)]
+        return _together(parts)[0].transpose(0, 1).to(q.dtype)
 
 
-def _keys(pages: Pages, run: Run) -> tuple[Tensor, Tensor]:
-    slots = slice(run.slot, run.slot + run.tokens)
-    return _batch(pages.keys[slots]), _batch(pages.values[slots])
+class DeviceMemory(Memory):
+    """On a GPU."""
+
+    def _computed(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+    ) -> list[Tensor]:
+        return [
+            self._masked(q.narrow(0, one.rows[0], one.tokens), one, scale, window) for one in step.queries
+        ]
 
 
 def _batch(x: Tensor) -> Tensor:
@@ -108,7 +225,7 @@ def _batch(x: Tensor) -> Tensor:
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
     """Output ``[1, heads, queries, width]`` and log-sum-exp ``[1, heads, queries]``; ``k`` and ``v`` may have
     fewer heads."""
-    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, scale=scale
     )
     return out
@@ -117,53 +234,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) 
 def _together(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The output over all keys of outputs over some."""
     out, lse = parts[0]
-    if len(parts) > 1:
-        wide = torch.promote_types(out.dtype, torch.float32)
-        out, lse = out.to(wide), lse.to(wide).clone()
-        for other, other_lse in parts[1:]:
-            merge_(out, lse, other, other_lse)
-    return out
-
-
-def _windowed(q: Tensor, pages: Pages, one: Queries, scale: float, window: int) -> Tensor:
-    """``[tokens, heads, width]`` of queries of which each sees ``window`` keys at most."""
-    begin, end = max(one.origin, one.position + 1 - window), one.position + one.tokens
-    k, v = _gathered(pages, one, begin, end)
-    position = torch.arange(one.position, end, device=q.device)[:, None]
-    key = torch.arange(begin, end, device=q.device)
-    return _masked(q, k, v, (key <= position) & (key > position - window), scale)
-
-
-def _gathered(pages: Pages, one: Queries, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    runs = one.before(begin, end)
-    k, v = (
-        torch.cat([cache[run.slot : run.slot + run.tokens] for run in runs])
-        for cache in (pages.keys, pages.values)
-    )
-    return k, v
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    """``[tokens, heads, width]`` of all three, with the keys that each query sees; None: all."""
-    if (repeated := q.shape[1] // k.shape[1]) > 1:
-        k, v = (x.repeat_interleave(repeated, dim=1) for x in (k, v))
-    out = F.scaled_dot_product_attention(_batch(q), _batch(k), _batch(v), attn_mask=seen, scale=scale)
-    return out[0].transpose(0, 1)
-
-
-def gathered(q: Tensor, pages: Pages, queries: Sequence[Queries], scale: float, window: int | None) -> Tensor:
-    """Attention on any device, a call for each sequence; as :func:`over_runs`."""
-    out = torch.zeros_like(q)
-    for one in queries:
-        end = one.position + one.tokens
-        rows = slice(*one.rows)
-        limit = end if window is None else window
-        begin = max(one.origin, one.position + 1 - limit)
-        k, v = _gathered(pages, one, begin, end)
-        seen = None
-        if one.tokens > 1:
-            position = torch.arange(one.position, end, device=q.device)[:, None]
-            key = torch.arange(begin, end, device=q.device)
-            seen = (key <= position) & (key > position - limit)
-        out[rows] = _masked(q[rows], k, v, seen, scale)
-    return out
+    if len(parts) == 1:
+        return out
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total, lse = out.to(wide), lse.to(wide).clone()
+    for other, other_lse in parts[1:]:
+        merge_(total, lse, other, other_lse)
+    return total.to(out.dtype)

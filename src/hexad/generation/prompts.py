@@ -84,6 +84,8 @@ class PromptEncoder:
         vocab = int(self._saved.config.model.vocab)
         if not 0 <= min(ids) <= max(ids) < vocab:
             wrong = next(token for token in ids if not 0 <= token < vocab)
+            if isinstance(prompt.get("prompt"), list):
+                raise HexadError(f"{name}: found token id {wrong}, but the model's vocabulary is {vocab}")
             raise ConfigError(
                 "data.tokenizer", f"gives token id {wrong}, but the model's vocabulary is {vocab}"
             )

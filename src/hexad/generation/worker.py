@@ -4,7 +4,7 @@ result on, or on the last stage choose the next tokens."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ from hexad.model.transformer import Transformer
 from hexad.parallel.context.exchange import selected_rows
 from hexad.topology.mesh import Axis
 
-from .cache import Memory, StepCache
+from .cache import StepCache
+from .paged_attention import Memory
 from .requests import Logprob
 from .sampler import Choice, Constraint, Sampler, log_probabilities
 from .scheduler import Part, Step
@@ -43,7 +44,7 @@ class Worker:
 
     Args:
         model: this rank's stage.
-        memory: its cache.
+        memory: its cache, by layer.
         pipeline: the axis of the stages.
         constrain: makes the constraint of a JSON schema.
     """
@@ -51,7 +52,7 @@ class Worker:
     def __init__(
         self,
         model: Transformer,
-        memory: Memory,
+        memory: Mapping[int, Memory],
         pipeline: Axis,
         constrain: Callable[[str], Constraint] | None = None,
     ) -> None:

@@ -28,7 +28,7 @@ from hexad.topology.mesh import Axis
 
 from ..contributions import bias_gradient, deferred, meanwhile, weight_gradient
 from ..sharding import Shard, ShardedModule
-from . import fp8
+from . import fp8, packed
 from .linear_inventory import LinearSpec, b_name
 
 Drop = Callable[[Tensor], Tensor]
@@ -154,6 +154,8 @@ Fused = tuple[Tensor, Tensor | None]
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
     """``x [tokens, in]``, ``weight [out, in]`` -> ``x W^T + b`` of this rank, in the layer's format."""
+    if weight.is_mkldnn:
+        return packed.product(x, weight, bias)
     return fp8.product(x, weight, bias, shard.compiled) if shard.fp8 else F.linear(x, weight, bias)
 
 
@@ -184,7 +186,7 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     widths = [weight.shape[0] for weight, _ in layers]
     y = x.new_empty((x.shape[0], sum(widths)))
     for part, (weight, bias) in zip(y.split_with_sizes(widths, 1), layers):
-        if shard.fp8:
+        if shard.fp8 or weight.is_mkldnn:
             part.copy_(_product(x, weight, bias, shard))
         elif bias is None:
             torch.mm(x, weight.t(), out=part)

@@ -1,0 +1,1 @@
+"""``hexad serve``: a model behind OpenAI's interface."""

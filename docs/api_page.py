@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, is_typeddict
 
 import hexad
 
@@ -110,7 +110,9 @@ def _first(documented: Any) -> str:
 
 
 def _signature(name: str, found: Callable[..., Any]) -> str:
-    """As in the source; on several lines where it is long."""
+    """As in the source; on several lines where it is long. Of a typed dictionary the keys."""
+    if is_typeddict(found):
+        return "\n".join(f"{key}: {kind.__forward_arg__}" for key, kind in found.__annotations__.items())
     signature = inspect.signature(found)
     parameters: list[str] = []
     keyword_only = False

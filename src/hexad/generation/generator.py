@@ -35,9 +35,6 @@ class Generator:
     """A saved model that generates. In a world of several ranks all of them construct it and call its methods
     together; the first rank's arguments count. Used as a context manager, or closed by :meth:`close`.
 
-        with hexad.Generator("runs/demo", tensor=2) as generator:
-            texts = generator.generate(["Once upon a time"], tokens=64, temperature=0.8)
-
     Attributes:
         saved: the model.
         tokenizer: its tokenizer.

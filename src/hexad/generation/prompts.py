@@ -109,7 +109,7 @@ class PromptEncoder:
         except (
             UnicodeEncodeError
         ):  # half of a surrogate pair, or bytes on the command line that are not UTF-8
-            raise ConfigError("--prompt", f"{name} is not Unicode text: {ascii(text)[:60]}") from None
+            raise HexadError(f"--prompt: {name} is not Unicode text: {ascii(text)[:60]}") from None
         return self._tokenizer.encode(text)
 
     def _answer_end(self, messages: Sequence[Mapping[str, Any]]) -> set[int]:

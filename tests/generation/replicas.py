@@ -14,7 +14,7 @@ from hexad.generation.replica import Replica
 from hexad.generation.requests import Logprob, Request, Update
 from hexad.generation.scheduler import Scheduler
 from hexad.generation.worker import Worker
-from hexad.model.transformer import Transformer, build_stages, factored_mesh, make_shard
+from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning.checks import planned_layout
 from hexad.planning.resolve import resolve
@@ -106,11 +106,12 @@ def stage_of(config: Config, mesh: Mesh) -> Transformer:
     resolved = resolve(config, mesh.layout)
     config = resolved.config
     mesh = factored_mesh(config.model, config.parallel, mesh)
-    shard = make_shard(config.parallel, mesh, torch.float64)
+    stored = torch.float64 if config.precision.dtype == "fp64" else torch.float32
+    shard = make_shard(config.parallel, mesh, stored)
     rank, layers = mesh.pipeline.rank, resolved.plan.layers
     stage = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank].eval()
     initialise(declared_parameters(stage), 7)
-    return stage
+    return stage.to(DTYPES[config.precision.dtype])
 
 
 def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Replica:
@@ -130,15 +131,23 @@ def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Re
 
 
 def written(
-    name: str, layout: Degrees, room: Room, requests: Sequence[Request], arrivals: Mapping[int, Sequence[int]]
+    name: str,
+    layout: Degrees,
+    room: Room,
+    requests: Sequence[Request],
+    arrivals: Mapping[int, Sequence[int]],
+    device: torch.device = CPU,
+    **precision: Any,
 ) -> tuple[dict[int, Result], int] | None:
     """What requests bring on the leader of a replica, and how often a sequence was preempted.
 
     Args:
         arrivals: which requests come, by number from 1, before each call of ``advance``.
+        device: of the ranks.
+        precision: settings of this group in place of float64.
     """
-    config = settings(name, layout, room)
-    mesh = Mesh.create(planned_layout(config, layout.world), CPU)
+    config = settings(name, layout, room, **precision)
+    mesh = Mesh.create(planned_layout(config, layout.world), device)
     replica = replica_of(stage_of(config, mesh), config, mesh, room)
     if not replica.leads:
         replica.follow()

@@ -76,7 +76,7 @@ class StepCache:
             layer: its number in the model.
             q: ``[this rank's tokens, heads, width]``.
             k, v: ``[this rank's tokens, key/value heads, width]``.
-            kernel: the layer's, for its scale and window.
+            kernel: the layer's.
 
         Returns:
             ``[this rank's tokens, heads * width]``.
@@ -84,7 +84,7 @@ class StepCache:
         if self.context.size > 1:
             k, v = all_gather(torch.cat((k, v), dim=1), self.context).chunk(2, dim=1)
         k, v = k[: self.total], v[: self.total]
-        out = self.memory[layer].attend(q, k, v, self._arrangement, kernel.scale, kernel.window)
+        out = self.memory[layer].attend(q, k, v, self._arrangement, kernel)
         return out.flatten(1)
 
     @cached_property

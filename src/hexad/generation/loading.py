@@ -100,8 +100,11 @@ def make_memory(
         if blocks < 1:
             problem = f"found {settings.memory_part}, which leaves no memory for a block of the cache; "
             raise ConfigError("inference.memory_part", f"{problem}raise it, or use more ranks")
-    kind = DeviceMemory if device.type == "cuda" else HostMemory
-    memory: dict[int, Memory] = {layer: kind(blocks * block, shape, model.dtype, device) for layer in layers}
+    place = blocks * block, shape, model.dtype, device
+    memory: dict[int, Memory] = {
+        layer: DeviceMemory(*place, block) if device.type == "cuda" else HostMemory(*place)
+        for layer in layers
+    }
     return memory, blocks, block
 
 

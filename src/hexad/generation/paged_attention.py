@@ -3,24 +3,32 @@
 - CPUs: PyTorch's flash attention, once for each run of keys that are neighbours, and once for a sequence's
   own new tokens; outputs are merged by their log-sum-exp. The query heads that share a key head are
   computed as so many queries of one head, so that each key is read once.
-- GPUs: keys are gathered, and a call made for each sequence.
+- GPUs, 16-bit formats: PyTorch's ``varlen_attn``, one call for all sequences, which reads the blocks by their
+  table where it can; else keys are gathered first.
+- GPUs, other formats: a call for each sequence.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import NamedTuple
+from functools import cache
+from inspect import signature
+from itertools import accumulate, chain, groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from hexad.comm import streams
+from hexad.model.attention_kernels import AttentionKernel
 from hexad.parallel.context.attention import merge_
 
 from .blocks import Run
+
+log = logging.getLogger(__name__)
 
 
 class Queries(NamedTuple):
@@ -75,6 +83,7 @@ class Arrangement:
     queries: Sequence[Queries]
     rows: int
     _seen: dict[int | None, list[tuple[Queries, list[Run]]]] = field(default_factory=dict)
+    _places: Places | None = None
 
     def before(self, window: int | None) -> list[tuple[Queries, list[Run]]]:
         """Queries, and where the keys are that they see in the cache: up to their own if it is one, else up
@@ -82,6 +91,59 @@ class Arrangement:
         if window not in self._seen:
             self._seen[window] = [(one, _before(one, window)) for one in self.queries]
         return self._seen[window]
+
+    def places(self, block: int) -> Places:
+        """Where everything is, on the device; computed for the first layer."""
+        if self._places is None:
+            self._places = _placed(self.queries, block, self.slots.device)
+        return self._places
+
+
+class Places(NamedTuple):
+    """Where queries and their keys are, on the device.
+
+    Attributes:
+        queries: their number.
+        query_bounds, key_bounds: int32 ``[sequences + 1]``: first query, and first key, of each sequence, and
+            all of them.
+        used: int32 ``[sequences]``: keys of each.
+        table: int32 ``[sequences, blocks]``: where they are.
+        slots: int64 ``[keys]``: the same, one by one.
+        longest: queries, and keys, of a sequence at most.
+    """
+
+    queries: int
+    query_bounds: Tensor
+    key_bounds: Tensor
+    used: Tensor
+    table: Tensor
+    slots: Tensor
+    longest: tuple[int, int]
+
+
+def _placed(queries: Sequence[Queries], block: int, device: torch.device) -> Places:
+    counts = [one.tokens for one in queries]
+    keys = [one.end - one.origin for one in queries]
+    runs = [one.keys(one.origin, one.end) for one in queries]
+    blocks = [
+        [slot // block for run in part for slot in range(run.slot, run.slot + run.tokens, block)]
+        for part in runs
+    ]
+    most = max(map(len, blocks))
+    slots = chain.from_iterable(range(slot, slot + tokens) for part in runs for slot, tokens in part)
+
+    def moved(numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        return streams.of(device).moved(torch.tensor(numbers, dtype=dtype), device)
+
+    return Places(
+        sum(counts),
+        moved([*accumulate(counts, initial=0)]),
+        moved([*accumulate(keys, initial=0)]),
+        moved(keys),
+        moved([row + [0] * (most - len(row)) for row in blocks]),
+        moved([*slots], torch.int64),
+        (max(counts), max(keys)),
+    )
 
 
 def _before(one: Queries, window: int | None) -> list[Run]:
@@ -99,23 +161,21 @@ class Memory(ABC):
     def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.keys, self.values = (torch.empty((slots, *shape), dtype=dtype, device=device) for _ in range(2))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel) -> Tensor:
         """Keep new keys and values, and compute attention over all that are kept.
 
         Args:
             q: ``[rows, heads, width]``.
             k, v: ``[tokens of the step, key/value heads, width]``.
-            scale: what scores are multiplied by.
-            window: keys that a query sees at most; None: all.
+            step: where they are.
+            kernel: the layer's.
 
         Returns:
             ``[rows, heads, width]``; zeros for padding.
         """
         self.keys.index_copy_(0, step.slots, k)
         self.values.index_copy_(0, step.slots, v)
-        parts = self._computed(q, k, v, step, scale, window)
+        parts = self._computed(q, k, v, step, kernel)
         missing = step.rows - (step.queries[-1].rows[1] if step.queries else 0)
         if missing:
             parts.append(q.new_zeros((missing, *q.shape[1:])))
@@ -123,7 +183,7 @@ class Memory(ABC):
 
     @abstractmethod
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         """The attention of runs of rows, in their order."""
 
@@ -136,9 +196,9 @@ class Memory(ABC):
         )
         return k, v
 
-    def _masked(self, q: Tensor, one: Queries, scale: float, window: int | None) -> Tensor:
+    def _masked(self, q: Tensor, one: Queries, kernel: AttentionKernel) -> Tensor:
         """``[tokens, heads, width]`` of some queries, by plain attention under a mask."""
-        limit = one.end if window is None else window
+        limit = one.end if kernel.window is None else kernel.window
         begin = max(one.origin, one.position + 1 - limit)
         k, v = self._gathered(one, begin, one.end)
         seen = None
@@ -146,9 +206,7 @@ class Memory(ABC):
             position = torch.arange(one.position, one.end, device=q.device)[:, None]
             key = torch.arange(begin, one.end, device=q.device)
             seen = (key <= position) & (key > position - limit)
-        if (repeated := q.shape[1] // k.shape[1]) > 1:
-            k, v = (x.repeat_interleave(repeated, dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(_batch(q), _batch(k), _batch(v), attn_mask=seen, scale=scale)
+        out = kernel.dense(_batch(q), _batch(k), _batch(v), causal=False, mask=seen)
         return out[0].transpose(0, 1)
 
 
@@ -160,13 +218,14 @@ class HostMemory(Memory):
         self._keys, self._values = _batch(self.keys), _batch(self.values)
 
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         heads, groups, width = q.shape[1], k.shape[1], q.shape[2]
         parts: list[Tensor] = []
-        for alone, pairs in groupby(step.before(window), key=lambda pair: pair[0].tokens == 1):
+        scale = kernel.scale
+        for alone, pairs in groupby(step.before(kernel.window), key=lambda pair: pair[0].tokens == 1):
             if not alone:
-                parts += [self._chunk(q, k, v, one, runs, scale, window) for one, runs in pairs]
+                parts += [self._chunk(q, k, v, one, runs, kernel) for one, runs in pairs]
                 continue
             ones = list(pairs)
             rows = q.narrow(0, ones[0][0].rows[0], len(ones))
@@ -193,13 +252,12 @@ class HostMemory(Memory):
         v: Tensor,
         one: Queries,
         runs: Sequence[Run],
-        scale: float,
-        window: int | None,
+        kernel: AttentionKernel,
     ) -> Tensor:
         """Of a sequence's new tokens over their own keys and those before."""
-        mine = q.narrow(0, one.rows[0], one.tokens)
-        if window is not None and one.end > window:
-            return self._masked(mine, one, scale, window)
+        mine, scale = q.narrow(0, one.rows[0], one.tokens), kernel.scale
+        if kernel.window is not None and one.end > kernel.window:
+            return self._masked(mine, one, kernel)
         own = k.narrow(0, one.place, one.tokens), v.narrow(0, one.place, one.tokens)
         batch = _batch(mine)
         parts = [_flash(batch, _batch(own[0]), _batch(own[1]), scale, True), *self._each(batch, runs, scale)]
@@ -207,14 +265,72 @@ class HostMemory(Memory):
 
 
 class DeviceMemory(Memory):
-    """On a GPU."""
+    """On a GPU.
+
+    Attributes:
+        block: tokens of a block.
+    """
+
+    def __init__(
+        self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, block: int
+    ) -> None:
+        super().__init__(slots, shape, dtype, device)
+        self.block = block
 
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
-        return [
-            self._masked(q.narrow(0, one.rows[0], one.tokens), one, scale, window) for one in step.queries
-        ]
+        varlen = kernel.varlen
+        if varlen is None:
+            return [self._masked(q.narrow(0, one.rows[0], one.tokens), one, kernel) for one in step.queries]
+        places = step.places(self.block)
+        window = (kernel.window - 1 if kernel.window is not None else -1, 0)
+        rows = q.narrow(0, 0, places.queries)
+        options: dict[str, Any] = {"scale": kernel.scale, "window_size": window}
+        sizes = self.block, q.shape[1], k.shape[1], q.shape[2]
+        if reads_blocks(varlen, self.keys.device, self.keys.dtype, *sizes):
+            keys, values = (kept.unflatten(0, (-1, self.block)) for kept in (self.keys, self.values))
+            options |= {"seqused_k": places.used, "block_table": places.table}
+            bounds: Tensor | None = None
+        else:
+            keys, values = (kept.index_select(0, places.slots) for kept in (self.keys, self.values))
+            bounds = places.key_bounds
+        longest = places.longest
+        return [varlen(rows, keys, values, places.query_bounds, bounds, *longest, **options)]
+
+
+@cache
+def reads_blocks(
+    varlen: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    heads: int,
+    groups: int,
+    width: int,
+) -> bool:
+    """Whether PyTorch's kernel reads keys by a table of blocks on this device: tried on two sequences, whose
+    values say which keys were seen."""
+    if "block_table" not in signature(varlen).parameters:
+        return False
+    q = torch.zeros((2, heads, width), dtype=dtype, device=device)  # all keys weigh the same
+    keys = torch.zeros((3, size, groups, width), dtype=dtype, device=device)
+    values = torch.arange(3.0, device=device).to(dtype)[:, None, None, None].expand(keys.shape).contiguous()
+    bounds, used, table = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in ([0, 1, 2], [size // 2, 2 * size], [[2, 0], [0, 1]])
+    )
+    try:
+        out = varlen(
+            q, keys, values, bounds, None, 1, 2 * size, scale=1.0, window_size=(-1, 0),
+            seqused_k=used, block_table=table,
+        )  # fmt: skip
+    except Exception as error:  # of any kind, as its sizes, build and GPU allow
+        log.info(
+            "attention: keys are gathered: %s", next(iter(str(error).splitlines()), type(error).__name__)
+        )
+        return False
+    return bool(torch.allclose(out[:, 0, 0].float().cpu(), torch.tensor([2.0, 0.5]), atol=0.02))
 
 
 def _batch(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hexad.parallel.contributions import Dense, contributed
+from hexad.parallel.contributions import Dense, applied, contributed
 from hexad.parallel.pointwise import maybe_compiled, widened
 
 from .recompute import recomputable
@@ -71,7 +71,7 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """RMSNorm of ``x [..., width]`` (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
     if by_hand(x, compiled):
-        return _RmsNorm.apply(x, weight, eps, compiled)
+        return applied(_RmsNorm, x, weight, eps, compiled)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -137,7 +137,7 @@ class _SwiGlu(torch.autograd.Function):
 def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     """``silu(gate) * up`` of ``[tokens, 2 * width]`` = ``[gate | up]`` (Shazeer, arXiv 2002.05202)."""
     if by_hand(gate_up, compiled):
-        return _SwiGlu.apply(gate_up, compiled)
+        return applied(_SwiGlu, gate_up, compiled)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -194,5 +194,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tenso
         compiled: see :mod:`hexad.parallel.pointwise`.
     """
     if by_hand(x, compiled):
-        return _Rotate.apply(x, cos, sin, compiled)
+        return applied(_Rotate, x, cos, sin, compiled)
     return _turned(x, cos, sin)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexad.parallel.contributions import Dense, contributed
+from hexad.parallel.contributions import Dense, applied, contributed
 from hexad.parallel.pointwise import maybe_compiled
 
 from . import ops
@@ -35,7 +35,7 @@ class Residual:
     def add(self, x: Tensor, branch: Tensor, rows: Tensor | None) -> Tensor:
         """``x`` plus the branch, both ``[tokens, hidden]``; ``rows``: dropout's keys, None for none."""
         if rows is not None and self._in_one:
-            return _Add.apply(x, branch, rows, self)
+            return applied(_Add, x, branch, rows, self)
         branch = branch if rows is None else self.dropper(branch, rows)
         return torch.add(x, branch, alpha=self.multiplier)
 
@@ -46,7 +46,7 @@ class Residual:
         if not self._in_one:
             x = self.add(x, branch, rows)
             return x, norm(x)
-        total, normed = _AddNorm.apply(x, branch, rows, self, norm.eps, *norm.vectors)
+        total, normed = applied(_AddNorm, x, branch, rows, self, norm.eps, *norm.vectors)
         return total, recomputable_from(normed, norm.forward, total)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,21 @@ from hexad.topology.mesh import Axis
 
 if TYPE_CHECKING:
     from .data.gradients import Gradients
+
+
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """What a function returns; without autograd's bookkeeping, which costs the host more than a small kernel,
+    where no gradient is wanted."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    return function.forward(_NoBackward(), *arguments)
+
+
+class _NoBackward:
+    """The context of a forward pass that no backward pass follows."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep nothing."""
 
 
 class Dense(NamedTuple):

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather_async, all_reduce, reduce_scatter
 
-from ..contributions import Rows, contributed, meanwhile
+from ..contributions import Rows, applied, contributed, meanwhile
 from ..sharding import Shard, ShardedModule
 from .embedding_inventory import EmbeddingSpec, HeadSpec
 from .linear import column_linear
@@ -19,7 +19,7 @@ from .loss import head_loss_sum
 def embed(tokens: Tensor, weight: Tensor, shard: Shard) -> Tensor:
     """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``, given this rank's rows of the
     table, of which all ranks but the last have as many."""
-    rows: Tensor = _Embed.apply(tokens, weight, shard)
+    rows: Tensor = applied(_Embed, tokens, weight, shard)
     return rows
 
 

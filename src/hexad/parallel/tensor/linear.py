@@ -26,7 +26,7 @@ from hexad.comm import (
 )
 from hexad.topology.mesh import Axis
 
-from ..contributions import bias_gradient, deferred, meanwhile, weight_gradient
+from ..contributions import applied, bias_gradient, deferred, meanwhile, weight_gradient
 from ..sharding import Shard, ShardedModule
 from . import fp8, packed
 from .linear_inventory import LinearSpec, b_name
@@ -396,7 +396,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) 
     """``x W^T + b`` for this rank's rows of ``W [out / size, in]``; see :class:`ColumnParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, bias, shard)
-    return _ColumnLinear.apply(x, shard, None, weight, bias)
+    return applied(_ColumnLinear, x, shard, None, weight, bias)
 
 
 def row_linear(x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
@@ -404,7 +404,7 @@ def row_linear(x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
     :class:`RowParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, None, shard)
-    return _RowLinear.apply(x, weight, shard, False, None)
+    return applied(_RowLinear, x, weight, shard, False, None)
 
 
 class ColumnParallelLinear(AdaptedLinear):
@@ -439,7 +439,7 @@ class ColumnParallelLinear(AdaptedLinear):
             return _plain_linear(x, self.weight, self.bias, self.shard, adapters)
         copied = (self.copied_weight, self.copied_bias) if self.copied else ()
         tensors = self.weight, self.bias, *copied, *(() if adapters is None else adapters.tensors)
-        return _ColumnLinear.apply(x, self.shard, adapters, *tensors)
+        return applied(_ColumnLinear, x, self.shard, adapters, *tensors)
 
 
 class RowParallelLinear(AdaptedLinear):
@@ -468,5 +468,5 @@ class RowParallelLinear(AdaptedLinear):
         if _plain(self.shard):
             return _plain_linear(x, self.weight, self.bias, self.shard, adapters)
         tensors = () if adapters is None else adapters.tensors
-        y = _RowLinear.apply(x, self.weight, self.shard, self.unused, adapters, *tensors)
+        y = applied(_RowLinear, x, self.weight, self.shard, self.unused, adapters, *tensors)
         return y if self.bias is None else y + self.bias

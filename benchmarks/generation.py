@@ -219,7 +219,7 @@ def measured(arguments: argparse.Namespace, engine: str, dtype: str, layout: lis
     ranks = 1
     for pair in layout:
         ranks *= int(pair.split("=")[1])
-    command = [python, __file__, "--run", engine, "--dtype", dtype, "--work", str(work)]
+    command = [python, __file__, "--within", engine, "--dtype", dtype, "--work", str(work)]
     command += ["--repeats", str(arguments.repeats), "--layout", *layout]
     variables = dict(os.environ)
     if engine == "hexad" and ranks > 1:
@@ -245,12 +245,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--vllm", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--output", type=Path)
-    for option in ("--run", "--dtype", "--work"):
+    for option in ("--within", "--dtype", "--work"):
         parser.add_argument(option, help=argparse.SUPPRESS)
     parser.add_argument("--layout", nargs="*", default=[], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.run:
-        ENGINES[arguments.run](Run(arguments))
+    if arguments.within:
+        ENGINES[arguments.within](Run(arguments))
         return
     from facts import facts
 

@@ -9,7 +9,7 @@ import torch
 from hexad.config import Config
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.generation.blocks import BlockPool
-from hexad.generation.loading import make_memory
+from hexad.generation.loading import converted, make_memory
 from hexad.generation.replica import Replica
 from hexad.generation.requests import Logprob, Request, Update
 from hexad.generation.scheduler import Scheduler
@@ -111,7 +111,7 @@ def stage_of(config: Config, mesh: Mesh) -> Transformer:
     rank, layers = mesh.pipeline.rank, resolved.plan.layers
     stage = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank].eval()
     initialise(declared_parameters(stage), 7)
-    return stage.to(DTYPES[config.precision.dtype])
+    return converted(stage, DTYPES[config.precision.dtype])
 
 
 def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Replica:

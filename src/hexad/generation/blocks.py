@@ -47,6 +47,25 @@ class Table:
     dropped: int = 0
     digests: list[bytes] = field(default_factory=list)
     claim: int = 0
+    neighbours: list[list[int]] = field(default_factory=list)
+    """Runs of neighbouring blocks: the first one's number, and how many they are."""
+
+    def append(self, block: int) -> None:
+        """Add a block."""
+        self.blocks.append(block)
+        if self.neighbours and sum(self.neighbours[-1]) == block:
+            self.neighbours[-1][1] += 1
+        else:
+            self.neighbours.append([block, 1])
+
+    def pop_first(self) -> int:
+        """Remove the first block."""
+        first = self.neighbours[0]
+        first[0], first[1] = first[0] + 1, first[1] - 1
+        if not first[1]:
+            self.neighbours.pop(0)
+        self.dropped += 1
+        return self.blocks.pop(0)
 
 
 class BlockPool:
@@ -89,7 +108,7 @@ class BlockPool:
             if block is None:
                 break
             self._hold(block)
-            table.blocks.append(block)
+            table.append(block)
             table.digests.append(digest)
         return table
 
@@ -103,7 +122,7 @@ class BlockPool:
             if (digest := self._digests.pop(block, None)) is not None:
                 del self._known[digest]
             self._hold(block)
-            table.blocks.append(block)
+            table.append(block)
         return True
 
     def keep(self, table: Table, ids: Sequence[int], computed: int, regime: bytes = b"") -> None:
@@ -122,28 +141,23 @@ class BlockPool:
     def drop(self, table: Table, tokens: int) -> None:
         """Take from a sequence the blocks before its first ``tokens``' end, which it does not need again."""
         while (table.dropped + 1) * self.size <= tokens and table.blocks:
-            self._leave(table.blocks.pop(0))
-            table.dropped += 1
+            self._leave(table.pop_first())
 
     def release(self, table: Table) -> None:
         """Take all blocks from a sequence."""
         for block in table.blocks:
             self._leave(block)
-        table.blocks, table.digests, table.dropped = [], [], 0
+        table.blocks, table.digests, table.neighbours, table.dropped = [], [], [], 0
         if self.neighbours:
             self._claims[self._claims == table.claim] = 0
 
     def runs(self, table: Table, tokens: int) -> tuple[Run, ...]:
-        """Where the keys of the first ``tokens`` are, but for those of dropped blocks."""
-        runs: list[Run] = []
-        left = tokens - table.dropped * self.size
-        for block in table.blocks[: self.needed(left)]:
-            slot, size = block * self.size, min(self.size, left)
-            left -= size
-            if runs and runs[-1].slot + runs[-1].tokens == slot:
-                runs[-1] = Run(runs[-1].slot, runs[-1].tokens + size)
-            else:
-                runs.append(Run(slot, size))
+        """Where the keys of the first ``tokens`` are, but for those of dropped blocks; the last of them is in
+        the last block."""
+        runs = [Run(first * self.size, count * self.size) for first, count in table.neighbours]
+        unused = (table.dropped + len(table.blocks)) * self.size - tokens
+        if unused:
+            runs[-1] = Run(runs[-1].slot, runs[-1].tokens - unused)
         return tuple(runs)
 
     def forget(self) -> None:

@@ -44,6 +44,14 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     rank = mesh.pipeline.rank
     model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
     load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)
+    return converted(model, dtype)
+
+
+def converted(model: Transformer, dtype: torch.dtype) -> Transformer:
+    """The model in the number format that it computes in, with the kernels for it."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.use_kernel(model.shard.device, dtype)
     return model.to(dtype).eval()
 
 

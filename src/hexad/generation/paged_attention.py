@@ -14,12 +14,14 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
-from itertools import accumulate, chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hexad.comm import streams
@@ -83,7 +85,6 @@ class Arrangement:
     queries: Sequence[Queries]
     rows: int
     _seen: dict[int | None, list[tuple[Queries, list[Run]]]] = field(default_factory=dict)
-    _places: Places | None = None
 
     def before(self, window: int | None) -> list[tuple[Queries, list[Run]]]:
         """Queries, and where the keys are that they see in the cache: up to their own if it is one, else up
@@ -92,14 +93,13 @@ class Arrangement:
             self._seen[window] = [(one, _before(one, window)) for one in self.queries]
         return self._seen[window]
 
-    def places(self, block: int) -> Places:
-        """Where everything is, on the device; computed for the first layer."""
-        if self._places is None:
-            self._places = _placed(self.queries, block, self.slots.device)
-        return self._places
+    @cached_property
+    def places(self) -> Places:
+        """Where everything is, on the device."""
+        return Places(self.queries, self.slots.device)
 
 
-class Places(NamedTuple):
+class Places:
     """Where queries and their keys are, on the device.
 
     Attributes:
@@ -107,43 +107,42 @@ class Places(NamedTuple):
         query_bounds, key_bounds: int32 ``[sequences + 1]``: first query, and first key, of each sequence, and
             all of them.
         used: int32 ``[sequences]``: keys of each.
-        table: int32 ``[sequences, blocks]``: where they are.
-        slots: int64 ``[keys]``: the same, one by one.
         longest: queries, and keys, of a sequence at most.
     """
 
-    queries: int
-    query_bounds: Tensor
-    key_bounds: Tensor
-    used: Tensor
-    table: Tensor
-    slots: Tensor
-    longest: tuple[int, int]
+    def __init__(self, queries: Sequence[Queries], device: torch.device) -> None:
+        self._runs, self._device = [one.keys(one.origin, one.end) for one in queries], device
+        counts = np.array([one.tokens for one in queries])
+        keys = np.array([one.end - one.origin for one in queries])
+        self.queries, self.longest = int(counts.sum()), (int(counts.max()), int(keys.max()))
+        self.query_bounds, self.key_bounds = (
+            self._moved(np.concatenate(([0], np.cumsum(numbers)))) for numbers in (counts, keys)
+        )
+        self.used = self._moved(keys)
 
+    @cached_property
+    def slots(self) -> Tensor:
+        """int64 ``[keys]``: where they are."""
+        parts = [np.arange(slot, slot + tokens) for runs in self._runs for slot, tokens in runs]
+        return self._moved(np.concatenate(parts), np.int64)
 
-def _placed(queries: Sequence[Queries], block: int, device: torch.device) -> Places:
-    counts = [one.tokens for one in queries]
-    keys = [one.end - one.origin for one in queries]
-    runs = [one.keys(one.origin, one.end) for one in queries]
-    blocks = [
-        [slot // block for run in part for slot in range(run.slot, run.slot + run.tokens, block)]
-        for part in runs
-    ]
-    most = max(map(len, blocks))
-    slots = chain.from_iterable(range(slot, slot + tokens) for part in runs for slot, tokens in part)
+    def table(self, size: int) -> Tensor:
+        """int32 ``[sequences, blocks]``: the blocks of each, of ``size`` tokens."""
+        if self._table is None:
+            rows = [
+                [np.arange(slot, slot + tokens, size) // size for slot, tokens in runs] for runs in self._runs
+            ]
+            table = np.zeros((len(rows), max(sum(map(len, row)) for row in rows)), dtype=np.int32)
+            for line, row in zip(table, rows):
+                blocks = np.concatenate(row)
+                line[: len(blocks)] = blocks
+            self._table = self._moved(table)
+        return self._table
 
-    def moved(numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
-        return streams.of(device).moved(torch.tensor(numbers, dtype=dtype), device)
+    _table: Tensor | None = None
 
-    return Places(
-        sum(counts),
-        moved([*accumulate(counts, initial=0)]),
-        moved([*accumulate(keys, initial=0)]),
-        moved(keys),
-        moved([row + [0] * (most - len(row)) for row in blocks]),
-        moved([*slots], torch.int64),
-        (max(counts), max(keys)),
-    )
+    def _moved(self, numbers: NDArray[Any], dtype: Any = np.int32) -> Tensor:
+        return streams.of(self._device).moved(torch.from_numpy(numbers.astype(dtype)), self._device)
 
 
 def _before(one: Queries, window: int | None) -> list[Run]:
@@ -283,14 +282,14 @@ class DeviceMemory(Memory):
         varlen = kernel.varlen
         if varlen is None:
             return [self._masked(q.narrow(0, one.rows[0], one.tokens), one, kernel) for one in step.queries]
-        places = step.places(self.block)
+        places = step.places
         window = (kernel.window - 1 if kernel.window is not None else -1, 0)
         rows = q.narrow(0, 0, places.queries)
         options: dict[str, Any] = {"scale": kernel.scale, "window_size": window}
         sizes = self.block, q.shape[1], k.shape[1], q.shape[2]
         if reads_blocks(varlen, self.keys.device, self.keys.dtype, *sizes):
             keys, values = (kept.unflatten(0, (-1, self.block)) for kept in (self.keys, self.values))
-            options |= {"seqused_k": places.used, "block_table": places.table}
+            options |= {"seqused_k": places.used, "block_table": places.table(self.block)}
             bounds: Tensor | None = None
         else:
             keys, values = (kept.index_select(0, places.slots) for kept in (self.keys, self.values))

@@ -50,8 +50,8 @@ class Attention(nn.Module):
         ranks = shard.tensor.size
         self.width = inventory.width
         self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads * inventory.copies // ranks
-        sizes = self.heads, self.kv_heads, self.width
-        self.kernel = choose(shard.device, shard.dtype, *sizes, inventory.scale, inventory.window)
+        self.scale, self.window = inventory.scale, inventory.window
+        self.use_kernel(shard.device, shard.dtype)
         self.qkv = ColumnParallelLinear(inventory.qkv, shard)
         self.out = RowParallelLinear(inventory.out, shard)
         features = inventory.heads * inventory.width
@@ -63,6 +63,11 @@ class Attention(nn.Module):
         self.k_norm: Norm | None = None
         if inventory.head_norms:
             self.q_norm, self.k_norm = (Norm(norm, shard) for norm in inventory.head_norms)
+
+    def use_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Choose the kernel for a number format; again where weights are converted after construction."""
+        sizes = self.heads, self.kv_heads, self.width
+        self.kernel = choose(device, dtype, *sizes, self.scale, self.window)
 
     @property
     def last(self) -> RowParallelLinear:

@@ -24,11 +24,20 @@ from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
 from hexad.planning import Resolved, planned_layout, resolve, smallest_world
 from hexad.planning.memory import MemoryPlan, largest, per_pipeline_rank, predict
+from hexad.planning.serving import serving_plans
 from hexad.planning.stages import stage_costs
 from hexad.show.context import Division, context_figure, context_json, context_text
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text
-from hexad.show.memory import Device, memory_figure, memory_json, memory_text, memory_title
+from hexad.show.memory import (
+    Device,
+    memory_figure,
+    memory_json,
+    memory_text,
+    memory_title,
+    serving_json,
+    serving_text,
+)
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import Chart, read_timeline, schedule_figure, schedule_text
 from hexad.topology.devices import named_gpus
@@ -393,6 +402,9 @@ def schedule_command(
     metavar="NAME|SIZE",
     help="Say whether the run fits: a GPU such as h100 or a100-40gb, or a size such as 80GB.",
 )
+@click.option(
+    "--serve", is_flag=True, help="Of generation: weights, a step, and the tokens of cache that fit --device."
+)
 @json_option
 @_output_option
 def memory_command(
@@ -400,15 +412,27 @@ def memory_command(
     rank: int | None,
     world: int | None,
     device: str | None,
+    serve: bool,
     as_json: bool,
     output: str | None,
 ) -> None:
     """Show how many bytes a run will need on a rank, by component, without starting it.
 
     With --device, whether the rank that needs the most fits into the device's memory; the exit status is 0
-    either way.
+    either way. With --serve, what generation needs, what tokens cost, and how many tokens of key/value cache
+    fit.
     """
     target = None if device is None else device_of(device)
+    if serve:
+        if output is not None or rank is not None:
+            raise HexadError("--serve: found --output or --rank, which it does not have; remove them")
+        served = planned(settings, world, None, target)[0]
+        plans = serving_plans(served, None if target is None else target.capacity)
+        if as_json:
+            print_json(serving_json(plans, target))
+        else:
+            Console(highlight=False).print(serving_text(served, plans, target))
+        return
     resolved, plan, ranks = planned(settings, world, rank, target)
     tree = partial(memory_json, resolved, plan, ranks, target)
     figure = partial(memory_figure, ranks, memory_title(resolved), target)

@@ -97,7 +97,7 @@ def make_memory(
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     layers = [attention.layer for attention in attentions]
     shape = (attentions[0].kv_heads, attentions[0].width) if attentions else (0, 0)
-    token_bytes = 2 * len(layers) * shape[0] * shape[1] * model.dtype.itemsize
+    token_bytes = model.inventory.cached(model.shard.tensor.size) * model.dtype.itemsize
     if settings.cache_tokens != "auto":
         blocks = -(-settings.cache_tokens // block)
     else:

@@ -101,6 +101,15 @@ class AttentionSpec(BranchSpec):
         again = Product("B", length, length, width, count, again=True)
         return [*self.qkv.products(run), forward, backward, again, *self.out.products(run)]
 
+    def cached(self, tensor: int) -> int:
+        """A key and a value of each of a rank's key/value heads."""
+        return 2 * (self.kv_heads * self.copies // tensor) * self.width
+
+    def cached_flops(self, length: int, tensor: int) -> int:
+        """Scores and weighted values, of the keys in the window."""
+        seen = length if self.window is None else min(length, self.window)
+        return 4 * (self.heads // tensor) * self.width * seen
+
     def pair_bytes(self, run: Execution) -> int:
         """Bytes of a token's keys and values, as a ring sends them."""
         return 2 * self._sizes(run)[1] * self._repeated(run) // (run.tokens * run.ulysses)

@@ -100,6 +100,14 @@ class BranchSpec(ABC):
         """All matrix products of a microbatch."""
         return [product for linear in self.linears for product in linear.products(run)]
 
+    def cached(self, tensor: int) -> int:
+        """Elements of a token that one of so many tensor ranks keeps between forward passes (generation)."""
+        return 0
+
+    def cached_flops(self, length: int, tensor: int) -> int:
+        """FLOPs on one of so many tensor ranks of a token's attention over ``length`` cached ones."""
+        return 0
+
     @abstractmethod
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes from forward to backward, its input left out."""
@@ -170,6 +178,14 @@ class BlockSpec:
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
         return [product for branch in self.parts for product in branch.products(run)]
+
+    def cached(self, tensor: int) -> int:
+        """Elements of a token that a rank keeps between forward passes (generation)."""
+        return sum(branch.cached(tensor) for branch in self.parts)
+
+    def cached_flops(self, length: int, tensor: int) -> int:
+        """FLOPs of a token's attention over ``length`` cached ones on a rank."""
+        return sum(branch.cached_flops(length, tensor) for branch in self.parts)
 
     def kept(self, run: Execution, recompute: Recomputed) -> Kept:
         """Bytes from forward to backward, the layer's input left out and its output counted."""

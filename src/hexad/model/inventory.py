@@ -188,6 +188,14 @@ class StageSpec:
                 total[name] += number * size
         return total
 
+    def cached(self, tensor: int) -> int:
+        """Elements of a token that a rank's key/value cache keeps."""
+        return sum(block.cached(tensor) for block in self.blocks)
+
+    def cached_flops(self, length: int, tensor: int) -> int:
+        """FLOPs of a token's attention over ``length`` cached ones on a rank."""
+        return sum(block.cached_flops(length, tensor) for block in self.blocks)
+
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
         products = [

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hexad.planning import Resolved
 from hexad.planning.memory import MemoryPlan, largest
+from hexad.planning.serving import ServingPlan, cache_tokens
 from hexad.topology.devices import Gpu
 
 from .figure import PALETTE, styled, tip_bars
@@ -172,3 +173,45 @@ def memory_figure(ranks: Sequence[MemoryPlan], title: str = "", device: Device |
 def _number(size: float) -> str:
     """A number of GiB as text for a picture."""
     return f"{size:.2f}" if size >= 1 else f"{size:.3g}"
+
+
+def serving_json(plans: Sequence[ServingPlan], device: Device | None = None) -> dict[str, Any]:
+    """Every pipeline coordinate, and the tokens of a replica's cache."""
+    tree: dict[str, Any] = {
+        "pipeline": [plan.as_tree() for plan in plans],
+        "cache_tokens": cache_tokens(plans),
+    }
+    return tree if device is None else {**tree, "device": {"name": device.name, "capacity": device.capacity}}
+
+
+def serving_text(
+    resolved: Resolved, plans: Sequence[ServingPlan], device: Device | None = None
+) -> RenderableType:
+    """A table with a column for each pipeline coordinate, and what fits in a line."""
+    inference, length = resolved.config.inference, plans[0].length
+    table = Table(box=None, title=f"{memory_title(resolved)}: generation", title_justify="left")
+    table.add_column("")
+    for plan in plans:
+        table.add_column("rank" if len(plans) == 1 else f"stage {plan.pipeline}", justify="right")
+    rows = [
+        ("weights", [f"{plan.parameters / _GIB:,.2f} GiB" for plan in plans]),
+        (f"a step of {inference.batch_tokens:,} tokens", [f"{plan.step / _GIB:,.3f} GiB" for plan in plans]),
+        (f"logits of {inference.sequences:,} tokens", [f"{plan.logits / _GIB:,.3f} GiB" for plan in plans]),
+        ("cache, per token", [f"{plan.token_bytes / 1024:,.1f} KiB" for plan in plans]),
+        (
+            f"prompt of {length:,} tokens, per token",
+            [f"{plan.prefill_flops / 1e9:,.2f} GFLOP" for plan in plans],
+        ),
+        ("the token after it", [f"{plan.decode_flops / 1e9:,.2f} GFLOP" for plan in plans]),
+        (f"{inference.sequences:,} of these read", [f"{plan.read_bytes / _GIB:,.2f} GiB" for plan in plans]),
+    ]
+    for name, cells in rows:
+        table.add_row(name, *cells)
+    tokens = cache_tokens(plans)
+    if device is None or tokens is None:
+        return table
+    part = f"inference.memory_part {inference.memory_part:g}"
+    if tokens == 0:
+        return Group(table, f"does not fit {device.name} with {part}: use more tensor or pipeline ranks")
+    full = f"{tokens / length:,.1f} sequences of {length:,}"
+    return Group(table, f"{tokens:,} tokens of cache fit {device.name} with {part}: {full}")

@@ -90,10 +90,14 @@ class HeadSpec:
         weight = _table(name, self, "head")
         return (Parameter("head.weight", (weight,), tied=TIE if copy else "", copy=copy),)
 
+    def logits(self, run: Execution) -> Product:
+        """The logits, without padding."""
+        return Product("F", run.tokens, self.vocab, self.hidden, 1 / run.tensor)
+
     def products(self, run: Execution) -> list[Product]:
         """The logits and both gradients, all in ``F``; without padding."""
         vocab, hidden, tokens, share = self.vocab, self.hidden, run.tokens, 1 / run.tensor
-        products = [Product("F", tokens, vocab, hidden, share), Product("F", tokens, hidden, vocab, share)]
+        products = [self.logits(run), Product("F", tokens, hidden, vocab, share)]
         return products if self.frozen else [*products, Product("F", vocab, hidden, tokens, share)]
 
     def columns(self, run: Execution) -> int:

@@ -121,6 +121,27 @@ def test_an_imported_model_computes_the_same(name: str, tmp_path: Path) -> None:
     assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 
+@pytest.mark.parametrize("name", theirs.MODELS)
+def test_log_probabilities_of_generation_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Of prompts in parts and of the tokens that follow, in float64, in one pass of theirs over all of it."""
+    source = theirs.save(name, tmp_path / "hf", torch.float64)
+    convert("import", source, tmp_path / "ours")
+    ours, model = loaded(tmp_path / "ours", "fp64"), theirs.load(source)
+    config = build_config({"model": ours.model.model_dump(), "inference": {"cache_tokens": 256, "block": 3}})
+    mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
+    prompts = [[7, 30, 11, 2, 9], list(range(20, 41))]  # on either side of LongRoPE's original length
+    requests = [Request(tuple(prompt), 4, logprobs=0, prompt_logprobs=0) for prompt in prompts]
+    replica = replica_of(ours, config, mesh, Room(batch_tokens=6))
+    results = results_of(replica, requests, {0: [1], 1: [2]})
+    for prompt, result in zip(prompts, results.values(), strict=True):
+        ids = torch.tensor([prompt + result.tokens])
+        with theirs.exact_functions(), torch.no_grad():
+            wanted = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected = wanted.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        values = [logprob.value for logprob in (*(result.scores or ()), *result.logprobs)]
+        assert values == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_bf16_model_generates_as_transformers_does(tmp_path: Path) -> None:
     """Greedily, the bf16 weights computed with in fp32."""
     source = theirs.save("llama", tmp_path / "hf", torch.bfloat16)

@@ -171,6 +171,16 @@ def test_every_model_in_every_layout(name: str, room: str, pool: Pool) -> None:
         check(pool, name, layout, ROOMS[room], (seed, 30, 33, 17))
 
 
+LONG = Room(tokens=2112, block=4, batch_tokens=512, sequences=48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_two_hundred_requests_of_up_to_two_thousand_tokens(layout: Degrees, pool: Pool) -> None:
+    """At random times, in a cache of little more than the longest."""
+    check(pool, "llama", layout, LONG, (11, 200, 2000, 40))
+
+
 def test_prompts_that_begin_alike_are_computed_once(pool: Pool) -> None:
     """Blocks of a sequence that has ended, too, and those of one that still runs."""
     prompt = tuple(range(30))

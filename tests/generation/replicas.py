@@ -8,12 +8,9 @@ import torch
 
 from hexad.config import Config
 from hexad.dataset.text.tokenizer import ByteTokenizer
-from hexad.generation.blocks import BlockPool
-from hexad.generation.loading import converted, make_memory
+from hexad.generation.loading import converted, make_replica
 from hexad.generation.replica import Replica
 from hexad.generation.requests import Logprob, Request, Update
-from hexad.generation.scheduler import Scheduler
-from hexad.generation.worker import Worker
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning.checks import planned_layout
@@ -116,18 +113,10 @@ def stage_of(config: Config, mesh: Mesh) -> Transformer:
 
 def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Replica:
     """A replica over all ranks, given this rank's stage."""
-    memory, blocks, block = make_memory(stage, config, mesh, 128)
-    scaling = config.model.rope_scaling
-    switch = 0 if scaling is None else scaling.original_positions
-    scheduler = Scheduler(
-        BlockPool(blocks, block, neighbours=True),
-        mesh.pipeline.size,
-        room.batch_tokens,
-        room.sequences,
-        config.model.sliding_window,
-        switch,
-    )
-    return Replica(Worker(stage, memory, mesh.pipeline), scheduler, ByteTokenizer(), mesh)
+    room_of = {"sequences": room.sequences, "batch_tokens": room.batch_tokens}
+    inference = config.inference.model_copy(update=room_of)
+    config = config.model_copy(update={"inference": inference})
+    return make_replica(stage, config, mesh, 128, ByteTokenizer())
 
 
 def written(

@@ -82,6 +82,15 @@ def test_the_contents_used_longest_ago_go_first() -> None:
     assert [len(pool.start([first, first + 1, 0], 3).blocks) for first in (0, 10, 20)] == [1, 0, 1]
 
 
+def test_of_a_sequence_the_end_goes_first() -> None:
+    """Without its beginning nothing of it could be used again."""
+    pool = BlockPool(4, 2)
+    ids = [1, 2, 3, 4, 5, 6]
+    pool.release(grown(pool, ids, 6))
+    assert pool.extend(pool.start([], 9), 4)  # the block that was never used, and one of these
+    assert len(pool.start([*ids, 7], 7).blocks) == 2
+
+
 def test_other_regimes_and_weights_are_not_used_again() -> None:
     pool = BlockPool(8, 2)
     ids = [1, 2, 3, 4, 5]

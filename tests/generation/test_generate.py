@@ -202,9 +202,9 @@ def test_conversations_are_rendered_by_the_tokenizers_template(trained: RunFile,
 
 
 def test_prompts_beyond_the_models_length_are_reported(trained: RunFile) -> None:
-    result = call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "12")
+    result = call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "13")
     assert "warning: prompt and new tokens reach 17 positions, the model was made for 16" in result.err
-    assert not call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "11").err
+    assert not call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "12").err
 
 
 def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
@@ -283,6 +283,9 @@ def test_a_file_of_texts_is_continued_where_it_ended(trained: RunFile, tmp_path:
     error = call("generate", str(trained.directory), *options).error
     assert "notes.txt:1: not a line that 'hexad generate' has written" in error
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
+    (tmp_path / "notes.txt").write_text('{"model": "x"}')  # a file without a line's end
+    assert "not a line that" in call("generate", str(trained.directory), *options).error
+    assert (tmp_path / "notes.txt").read_text() == '{"model": "x"}'
 
 
 def test_log_probabilities_are_written(trained: RunFile, tmp_path: Path) -> None:
@@ -332,6 +335,8 @@ def test_texts_conform_to_a_schema(trained: RunFile, tmp_path: Path) -> None:
         ),
         (["inference.memory_part=2"], "inference.memory_part: found 2"),
         (["--schema", "/none"], "--schema: /none: cannot be read"),
+        (["--top-logprobs", "2"], "--top-logprobs: found 2 without --logprobs or --prompt-logprobs"),
+        (["--stop", "x" * 1025], "--stop: found 1 texts, expected at most 64 texts of 1024 characters"),
     ],
 )
 def test_more_errors(trained: RunFile, options: list[str], start: str) -> None:

@@ -138,6 +138,20 @@ def test_outputs_are_those_of_plain_attention(kind: str, window: int | None) -> 
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("varlen", [None, by_bounds])
+def test_a_context_rank_may_have_only_padding(varlen: Any) -> None:
+    keys = torch.randn(1, GROUPS, WIDTH, dtype=torch.float64)
+    for memory in (
+        HostMemory(8, (GROUPS, WIDTH), torch.float64, CPU),
+        DeviceMemory(8, (GROUPS, WIDTH), torch.float64, CPU, BLOCK),
+    ):
+        step = Arrangement(torch.tensor([3]), [], 1)
+        q = torch.randn(1, HEADS, WIDTH, dtype=torch.float64)
+        out = memory.attend(q, keys, keys, step, AttentionKernel(SCALE, None, varlen))
+        assert out.shape == q.shape and not out.any()
+        assert torch.equal(memory.keys[3], keys[0])
+
+
 def test_a_kernel_that_sees_other_keys_is_not_used() -> None:
     sizes = CPU, torch.float32, 16, 4, 2, 8
     assert reads_blocks(by_table, *sizes)

@@ -120,6 +120,18 @@ def test_the_last_token_can_be_drawn_and_no_other_behind_it(monkeypatch: pytest.
     assert counts(tokens=3) == [1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-38, 1e300])
+def test_no_temperature_draws_what_is_not_there(temperature: float) -> None:
+    """Also where some tokens are excluded."""
+    logits = torch.tensor([[1.0, 3.0, -torch.inf, 2.0]])
+    sampler = Sampler()
+    sampler.open(1, Request((1,), 99, Sampling(temperature=temperature)))
+    chosen = {sampler.choose(logits, [1])[0].token for _ in range(99)}
+    assert chosen == ({1} if temperature < 1 else {0, 1, 3})
+    nothing = torch.full((1, 4), torch.nan)
+    assert 0 <= sampler.choose(nothing, [1])[0].token < 4
+
+
 def test_log_probabilities_are_those_of_the_model() -> None:
     """Whatever is drawn from the logits."""
     one, other = log_probabilities(LOGITS.repeat(2, 1), torch.tensor([2, 0]), [2, None])

@@ -204,6 +204,10 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"logit_bias": {"a": 1}}, "logit_bias", "expected numbers by token id"),
     ("completions", {"logit_bias": {"5": 101}}, "logit_bias", "logit_bias: found 5: 101"),
     ("completions", {"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias: found token 9999"),
+    ("completions", {"logit_bias": {"5": 10**400}}, "logit_bias", "expected numbers by token id"),
+    ("completions", {"n": 100, "prompt": ["a"] * 100}, "n", "found 10,000 texts in one request"),
+    ("completions", {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "found with stream: true"),
+    ("completions", {"stop": ["x"] * 65}, "stop", "stop: found 65 texts, expected at most 64"),
     ("completions", {"logit_bias": [1]}, "logit_bias", "logit_bias"),
     ("completions", {"n": 0}, "n", "n: found 0"),
     ("completions", {"n": 10**6}, "n", "n: found 1000000"),
@@ -267,6 +271,10 @@ def test_wrong_requests_are_refused(server: Server) -> None:
     for content in (b"", b"{", b"[1]", b"nope", b"\xff\xfe", b"[" * 10_000, b'{"model": NaN'):
         answer = server.post("/v1/completions", content=content)
         assert answer.status_code == 400 and answer.json()["error"]["message"], content
+    parts = httpx.post(
+        f"{server.address}/v1/completions", content=iter([b"{}"]), headers={"Authorization": f"Bearer {KEY}"}
+    )
+    assert parts.status_code == 411
     large = server.post("/v1/completions", content=b" " * (33 * 2**20))
     assert large.status_code == 413
     assert (

@@ -7,23 +7,24 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hexad.config import ConfigError, HexadError
+from hexad.generation.requests import MOST_LOGPROBS
 
 from .options import json_option, nproc_option, overrides_argument, run_ranks
 
 if TYPE_CHECKING:
     from hexad.generation.generator import Generator
-    from hexad.generation.requests import Request
     from hexad.generation.texts import Continuation, Wanted
 
 _CHECKED = 1000
 """Prompts of a file that are checked before ranks are started."""
 _COUNT = click.IntRange(1, 2**20)
-_TOP = click.IntRange(0, 20)
+_TOP = click.IntRange(0, MOST_LOGPROBS)
 
 
 @click.command("generate")
@@ -126,7 +127,7 @@ def _kept(request: dict[str, Any]) -> Any:
     for entry in read_prompts("-"):
         kept.write(json.dumps(entry) + "\n")
     kept.flush()
-    request["file"], request["name"] = kept.name, "-"
+    request["file"] = kept.name
     return kept
 
 
@@ -160,6 +161,8 @@ def _wanted(request: dict[str, Any]) -> Wanted:
     values = {name: request[name] for name in (*names, *penalties)}
     sampling = asked_sampling(Sampling(**values, logit_bias=tuple(map(_bias, request["logit_bias"]))))
     top = request["top_logprobs"]
+    if top and not (request["logprobs"] or request["prompt_logprobs"]):
+        raise ConfigError("--top-logprobs", f"found {top} without --logprobs or --prompt-logprobs; add one")
     return Wanted(
         request["tokens"],
         sampling,
@@ -186,25 +189,9 @@ def generate_here(request: dict[str, Any]) -> None:
 
     saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
     with Generator(saved) as generator:
+        generator.warn = lambda message: click.echo(f"warning: {message}", err=True)
         write = _write if request["output"] is not None else _print
         generator.shared(lambda: write(request, generator, _wanted(request)))
-
-
-def _requests(
-    prompts: Iterable[Mapping[str, Any]], generator: Generator, wanted: Wanted
-) -> Iterator[tuple[int, Mapping[str, Any], Request]]:
-    """The requests of prompts, made as they are needed; warns once of positions that the model was not made
-    for."""
-    warned = False
-    for entry in generator.requests(prompts, wanted):
-        if not warned and entry[2].longest > generator.saved.positions:
-            click.echo(
-                f"warning: prompt and new tokens reach {entry[2].longest} positions, the model was made for "
-                f"{generator.saved.positions} (model.max_positions)",
-                err=True,
-            )
-            warned = True
-        yield entry
 
 
 def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> None:
@@ -214,7 +201,7 @@ def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
     lines = request["file"] is not None
     several = lines or len(request["prompts"]) * request["samples"] > 1
     documents = []
-    texts = generator.written(_requests(_prompts(request), generator, wanted))
+    texts = generator.written(generator.requests(_prompts(request), wanted))
     for entry, text in _in_order(texts, wanted.samples):
         document = row(entry, text, wanted)
         if request["as_json"]:
@@ -248,7 +235,10 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
     """Write texts to the file as they end."""
     from hexad.generation.files import TextFile, digest, row
 
-    model = str(request["checkpoint"])
+    source = request["checkpoint"]
+    # Settings of layout and cache change no text.
+    settings = [text for text in request["overrides"] if not text.startswith(("parallel.", "inference."))]
+    model = json.dumps([source if source.startswith("hf:") else str(Path(source).resolve()), *settings])
     digests = {
         digest(number, prompt, sample, model, wanted)
         for number, prompt in enumerate(_prompts(request))
@@ -259,7 +249,7 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
         done = frozenset(file.known)
         missing = (
             entry
-            for entry in _requests(_prompts(request), generator, wanted)
+            for entry in generator.requests(_prompts(request), wanted)
             if digest(entry[0], entry[1], entry[2].sample, model, wanted) not in done
         )
         for prompt, text in generator.written(missing):

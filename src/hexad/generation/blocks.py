@@ -145,7 +145,9 @@ class BlockPool:
 
     def release(self, table: Table) -> None:
         """Take all blocks from a sequence."""
-        for block in table.blocks:
+        for block in reversed(
+            table.blocks
+        ):  # the beginning, without which the others are of no use, goes last
             self._leave(block)
         table.blocks, table.digests, table.neighbours, table.dropped = [], [], [], 0
         if self.neighbours:

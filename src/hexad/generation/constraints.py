@@ -20,15 +20,17 @@ _FORM = {"whitespace_flexible": False}
 class JsonConstraint:
     """Which tokens may follow in one text: a :class:`~hexad.generation.sampler.Constraint`."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher, self._vocab = matcher, vocab
+    def __init__(self, matcher: Any, vocab: int, end: int) -> None:
+        self._matcher, self._vocab, self._end = matcher, vocab, end
 
     def allowed(self, device: torch.device) -> Tensor:
         """bool ``[vocab]``."""
         bits = np.unpackbits(
             np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
         )
-        return torch.from_numpy(bits[: self._vocab].astype(bool)).to(device)
+        allowed = bits[: self._vocab].astype(bool)
+        allowed[self._end] |= not allowed.any()  # the text is complete, or cannot be completed
+        return torch.from_numpy(allowed).to(device)
 
     def accept(self, token: int) -> None:
         """Add a token to the text."""
@@ -68,7 +70,10 @@ class Constraints:
         """The constraint of a new text."""
         guide = _package()
         grammar = guide.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
-        return JsonConstraint(guide.LLMatcher(self._of_tokenizer(), grammar), self._vocab)
+        assert self._tokenizer.eod is not None, "the schema was not checked"
+        return JsonConstraint(
+            guide.LLMatcher(self._of_tokenizer(), grammar), self._vocab, self._tokenizer.eod
+        )
 
     def _loaded(self) -> Any:
         guide, tokenizer = _package(), self._tokenizer

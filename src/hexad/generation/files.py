@@ -98,31 +98,32 @@ class TextFile:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self.known: set[str] = set()
+        self._complete = 0  # bytes of complete lines
         try:
             self._file = open(self._path, "ab+")  # noqa: SIM115 (closed by __exit__)
             self._read()
         except OSError as error:
-            raise HexadError(f"--output: {path}: cannot be written: {one_line(error)}") from None
+            raise self._unwritable(error) from None
 
     def _read(self) -> None:
-        """Read the digests; what an interrupted process has written of a last line is removed."""
+        """Read the digests; what an interrupted process has written of a last line does not count."""
         self._file.seek(0)
-        complete = 0
         for number, line in enumerate(self._file, 1):
-            if not line.endswith(b"\n"):
-                break
+            complete = line.endswith(b"\n")
             try:
-                self.known.add(json.loads(line)["request"])
+                row = json.loads(line)
+                if complete:
+                    self.known.add(row["request"])
+                    self._complete += len(line)
+                    continue
             except (ValueError, KeyError, TypeError):
-                raise HexadError(
-                    f"--output: {self._path}:{number}: not a line that 'hexad generate' has written; "
-                    "give another file"
-                ) from None
-            complete += len(line)
-        self._file.truncate(complete)
+                if not complete and line.startswith(b'{"'):
+                    return
+            problem = "not a line that 'hexad generate' has written; give another file"
+            raise HexadError(f"--output: {self._path}:{number}: {problem}")
 
     def check(self, wanted: set[str]) -> None:
-        """See that all texts in the file are wanted.
+        """See that all texts in the file are wanted, and remove an incomplete last line.
 
         Raises:
             HexadError: some belong to other prompts, settings, or another model.
@@ -132,6 +133,7 @@ class TextFile:
                 f"--output: {self._path}: {other} of its {len(self.known)} texts belong to other prompts or "
                 "settings; give another file, or remove it"
             )
+        self._file.truncate(self._complete)
 
     def add(self, document: Mapping[str, Any], request: str) -> None:
         """Write a line.
@@ -144,13 +146,20 @@ class TextFile:
             self._file.write(line.encode(errors="backslashreplace") + b"\n")
             self._file.flush()
         except OSError as error:
-            raise HexadError(f"--output: {self._path}: cannot be written: {one_line(error)}") from None
+            raise self._unwritable(error) from None
         self.known.add(request)
 
     def __enter__(self) -> TextFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            if kind is None:
+                raise self._unwritable(error) from None
+
+    def _unwritable(self, error: OSError) -> HexadError:
+        return HexadError(f"--output: {self._path}: cannot be written: {one_line(error)}")

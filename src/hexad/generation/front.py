@@ -4,11 +4,13 @@ the least to do, and collects what they bring."""
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
 from multiprocessing.connection import Client, Connection, Listener, wait
+from queue import SimpleQueue
 from typing import Any
 
 from hexad.comm import CommError, from_first
@@ -21,7 +23,53 @@ _AHEAD = 2
 """A replica is given so many times the sequences that it can run at once."""
 
 
-def connected(mesh: Mesh) -> list[Connection]:
+_PATIENCE = 5.0
+"""Seconds that the last messages may take."""
+
+
+class Link:
+    """A connection to another process. Messages are sent by a thread: a sender does not wait for a receiver
+    that is sending itself."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="hexad-link", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        """Send a message; one that the receiver, being lost, does not get is noticed by :meth:`received`."""
+        self._messages.put(message)
+
+    def received(self) -> Iterator[Any]:
+        """The messages that have arrived.
+
+        Raises:
+            CommError: the other process is lost.
+        """
+        try:
+            while self.connection.poll():
+                yield self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise CommError("the leader of another replica, or the first rank, is lost") from error
+
+    def wait(self) -> None:
+        """Wait until a message arrives, or the other process is lost."""
+        wait([self.connection])
+
+    def close(self) -> None:
+        """Close the connection, after what is still to be sent, if the other process takes it."""
+        self._messages.put(None)
+        self._thread.join(_PATIENCE)
+        self.connection.close()
+
+    def _send(self) -> None:
+        with suppress(OSError):
+            while (message := self._messages.get()) is not None:
+                self.connection.send(message)
+
+
+def connected(mesh: Mesh) -> list[Link]:
     """The connections between the first rank and the leaders of other replicas; all ranks call this together.
 
     Returns:
@@ -41,27 +89,34 @@ def connected(mesh: Mesh) -> list[Connection]:
 
     address, key = from_first(listen, mesh.world)
     if mesh.rank == 0:
-        links = [listeners[0].accept() for _ in leaders[1:]]
+        links = [Link(listeners[0].accept()) for _ in leaders[1:]]
         listeners[0].close()
         return links
-    return [Client(address, authkey=key)] if mesh.rank in leaders else []
+    return [Link(Client(address, authkey=key))] if mesh.rank in leaders else []
 
 
-def serve_link(replica: Replica, link: Connection) -> None:
-    """Compute what the first rank sends to another replica's leader, until it says that nothing follows."""
-    try:
-        while True:
-            while link.poll(0 if not replica.idle else None):
-                name, arguments = link.recv()
-                if name == "stop":
-                    replica.stop()
-                    return
-                getattr(replica, name)(*arguments)
-            updates = replica.advance()
-            if updates:
-                link.send(updates)
-    except (EOFError, OSError) as error:
-        raise CommError("the first rank is lost") from error
+def serve_link(replica: Replica, link: Link) -> None:
+    """Compute what the first rank sends to another replica's leader, until it says that nothing follows.
+
+    Raises:
+        CommError: the first rank is lost.
+    """
+    while True:
+        if replica.idle:
+            link.wait()
+        for name, arguments in link.received():
+            if name == "stop":
+                replica.stop()
+                link.put(_STOPPED)
+                return
+            getattr(replica, name)(*arguments)
+        updates = replica.advance()
+        if updates:
+            link.put(updates)
+
+
+_STOPPED = "stopped"
+"""The last message of a replica before :meth:`Front.stop` returns."""
 
 
 class Front:
@@ -73,7 +128,7 @@ class Front:
         links: to the others' leaders, see :func:`connected`.
     """
 
-    def __init__(self, replica: Replica, links: Sequence[Connection] = ()) -> None:
+    def __init__(self, replica: Replica, links: Sequence[Link] = ()) -> None:
         self._replica, self._links = replica, list(links)
         self._numbers = count(1)
         self._inbox: deque[tuple[int, Request | None]] = deque()  # None: it is cancelled
@@ -89,11 +144,6 @@ class Front:
     def unfinished(self) -> int:
         """Requests that are not complete."""
         return len(self._places) + len(self._waiting) + len(self._inbox)
-
-    @property
-    def running(self) -> int:
-        """Requests that a replica has."""
-        return len(self._places)
 
     def submit(self, request: Request) -> int:
         """Accept a request; returns its number, which updates have."""
@@ -123,16 +173,12 @@ class Front:
         self._distribute()
         idle = self._replica.idle
         updates = [] if idle else self._replica.advance()
-        ready = wait([*self._links, self._reading], timeout if idle else 0)
-        if self._reading in ready:
+        connections = [link.connection for link in self._links]
+        if self._reading in wait([*connections, self._reading], timeout if idle else 0):
             _drain(self._reading)
         for link in self._links:
-            if link not in ready:
-                continue
-            try:
-                updates += link.recv()
-            except (EOFError, OSError) as error:
-                raise CommError("the leader of another replica is lost") from error
+            for message in link.received():
+                updates += message
         for update in updates:
             if update.ended is not None:
                 self._forget(update.number)
@@ -163,8 +209,13 @@ class Front:
         for number in list(self._places):
             self._forget(number)
         for link in self._links:
-            link.send(("stop", ()))
+            link.put(("stop", ()))
         self._replica.stop()
+        for link in self._links:
+            stopped = False
+            while not stopped:
+                link.wait()
+                stopped = any(message == _STOPPED for message in link.received())
 
     def __enter__(self) -> Front:
         return self
@@ -204,7 +255,7 @@ class Front:
         if place == 0:
             getattr(self._replica, name)(*arguments)
         else:
-            self._links[place - 1].send((name, arguments))
+            self._links[place - 1].put((name, arguments))
 
 
 def _drain(descriptor: int) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 from hexad.comm import from_first
 from hexad.config import ConfigError, HexadError
@@ -16,16 +16,12 @@ from hexad.launching.launch import launch
 from hexad.model.families import family
 from hexad.planning.saved_model import SavedModel, find_model, generating_model
 
-from .blocks import BlockPool
 from .constraints import Constraints
 from .front import Front, connected, serve_link
-from .loading import load_model, make_memory, pack
+from .loading import load_model, make_replica, pack
 from .prompts import Prompt, PromptEncoder
-from .replica import Replica
 from .requests import Request
-from .scheduler import Scheduler
 from .texts import Continuation, Settings, Wanted, asked, continuation, wanted
-from .worker import Worker
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -39,6 +35,7 @@ class Generator:
         saved: the model.
         tokenizer: its tokenizer.
         first: whether this is the first rank.
+        warn: called with a message, once, where a request has more positions than the model was made for.
 
     Args:
         source: a run, a checkpoint, ``hf:DIR``, or what :func:`generating_model` returned.
@@ -65,6 +62,9 @@ class Generator:
             else generating_model(find_model(str(source)), given, environment().world)
         )
         self.saved = saved
+        self.warn: Callable[[str], object] = log.warning
+        self._warned = False
+        self._failure: str | None = None
         self._stack = ExitStack()
         try:
             run = self._stack.enter_context(launch(saved.config))
@@ -73,16 +73,11 @@ class Generator:
             self.tokenizer = run.agreed(saved.tokenizer)
             self._model = load_model(config, saved.weights, run.mesh, run.resolved.plan.layers)
             pack(self._model)
-            memory, blocks, block = make_memory(self._model, config, run.mesh, saved.positions)
             self._constraints = Constraints(self.tokenizer, self._model.vocab)
-            self.scheduler = _scheduler(
-                self._model.model, BlockPool(blocks, block, run.mesh.device.type == "cpu")
+            self._replica = make_replica(
+                self._model, config, run.mesh, saved.positions, self.tokenizer, self._constraints
             )
-            self.scheduler.lanes = run.mesh.pipeline.size
-            self.scheduler.batch_tokens = config.inference.batch_tokens
-            self.scheduler.most = config.inference.sequences
-            worker = Worker(self._model, memory, run.mesh.pipeline, self._constraints)
-            self._replica = Replica(worker, self.scheduler, self.tokenizer, run.mesh)
+            self.scheduler = self._replica.scheduler
             self._links = connected(run.mesh)
             for link in self._links:
                 self._stack.callback(link.close)
@@ -153,8 +148,21 @@ class Generator:
 
         return from_first(outcome, self._mesh.world)
 
-    def lead(self, action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """As :meth:`shared`, but only the first rank has what the action returns or raises."""
+    def lead(self, action: Callable[[], T]) -> tuple[T | None, HexadError | None]:
+        """As :meth:`shared`, but only the first rank has what the action returns or raises.
+
+        Raises:
+            HexadError: a step has failed before.
+        """
+        if self._failure is not None:
+            raise HexadError(f"Generator: a step has failed ({self._failure}); make another generator")
+        try:
+            return self._lead(action)
+        except BaseException as error:  # steps may have been begun that nobody ends
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def _lead(self, action: Callable[[], T]) -> tuple[T | None, HexadError | None]:
         if not self.first:
             if self._replica.leads:
                 serve_link(self._replica, self._links[0])
@@ -164,7 +172,7 @@ class Generator:
         result, error = None, None
         try:
             result = action()
-        except Exception as raised:
+        except HexadError as raised:  # others end the process, and the launcher the other ranks
             error = raised
         self.front.stop()
         return result, error
@@ -189,14 +197,17 @@ class Generator:
         Raises:
             ConfigError: it has more tokens than the model has positions, or the cache blocks.
         """
-        prompt, new = len(request.prompt), request.tokens
-        model = self._model.model
-        if not family(model.family).rotary and prompt + new > int(model.max_positions):
-            exceeded = f"exceed the model's {model.max_positions} positions"
-            raise ConfigError("--tokens", f"{prompt} prompt tokens and {new} new ones {exceeded}")
-        if prompt + new > self.capacity:
-            problem = f"{prompt} prompt tokens and {new} new ones exceed the cache's {self.capacity} tokens"
-            raise ConfigError("--tokens", f"{problem} (inference.cache_tokens)")
+        model, positions, longest = self._model.model, self.saved.positions, request.longest
+        texts = f"{len(request.prompt)} prompt tokens and {request.tokens} new ones exceed"
+        if longest > positions and not self._warned:
+            self._warned = True
+            made = f"the model was made for {positions} (model.max_positions)"
+            self.warn(f"prompt and new tokens reach {longest} positions, {made}")
+        if not family(model.family).rotary and longest > int(model.max_positions):
+            raise ConfigError("--tokens", f"{texts} the model's {model.max_positions} positions")
+        if longest > self.capacity:
+            problem = f"{texts} the cache's {self.capacity} tokens (inference.cache_tokens)"
+            raise ConfigError("--tokens", problem)
         for token, _ in request.sampling.logit_bias:
             if token >= self._model.vocab:
                 known = f"the model's vocabulary is {self._model.vocab}"
@@ -243,11 +254,3 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _scheduler(model: Any, pool: BlockPool) -> Scheduler:
-    """A scheduler for a model's attention and positions."""
-    scaling = model.rope_scaling
-    # Beyond this length LongRoPE has other frequencies.
-    switch = scaling.original_positions if scaling is not None and scaling.type == "longrope" else 0
-    return Scheduler(pool, window=model.sliding_window, switch=switch)

@@ -2,7 +2,7 @@
 has room for."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from hexad.checkpoint.base import load_model_weights
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import merged
 from hexad.config import Config, ConfigError
+from hexad.dataset.text.tokenizer import Tokenizer
 from hexad.launching.environment import environment
 from hexad.model.attention import Attention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
@@ -22,7 +23,12 @@ from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hexad.parallel.tensor.packed import packable, packed
 from hexad.topology.mesh import Mesh
 
+from .blocks import BlockPool
 from .paged_attention import DeviceMemory, HostMemory, Memory
+from .replica import Replica
+from .sampler import Constraint
+from .scheduler import Scheduler
+from .worker import Worker
 
 
 def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[range]) -> Transformer:
@@ -83,6 +89,42 @@ def pack(model: Transformer) -> None:
             setattr(module, name, nn.Parameter(packed(getattr(module, name).data), requires_grad=False))
 
 
+def make_replica(
+    model: Transformer,
+    config: Config,
+    mesh: Mesh,
+    positions: int,
+    tokenizer: Tokenizer,
+    constrain: Callable[[str], Constraint] | None = None,
+) -> Replica:
+    """This rank's part of a replica, with an empty cache.
+
+    Args:
+        model: this rank's stage.
+        config: resolved.
+        mesh: of all ranks, which call this together.
+        positions: tokens that the model was made for.
+        tokenizer: of the texts.
+        constrain: makes the constraint of a JSON schema.
+
+    Raises:
+        ConfigError: there is no memory for a cache.
+    """
+    memory, blocks, block = make_memory(model, config, mesh, positions)
+    scaling = model.model.rope_scaling
+    # Beyond this length LongRoPE has other frequencies.
+    switch = scaling.original_positions if scaling is not None and scaling.type == "longrope" else 0
+    scheduler = Scheduler(
+        BlockPool(blocks, block, neighbours=mesh.device.type == "cpu"),
+        mesh.pipeline.size,
+        config.inference.batch_tokens,
+        config.inference.sequences,
+        model.model.sliding_window,
+        switch,
+    )
+    return Replica(Worker(model, memory, mesh.pipeline, constrain), scheduler, tokenizer, mesh)
+
+
 def make_memory(
     model: Transformer, config: Config, mesh: Mesh, positions: int
 ) -> tuple[dict[int, Memory], int, int]:
@@ -119,6 +161,7 @@ def make_memory(
 def _free_bytes(mesh: Mesh, part: float) -> int:
     """Bytes that this rank's cache may take."""
     if mesh.device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading has used
         return int(torch.cuda.mem_get_info(mesh.device)[0] * part)
     # The host's memory is shared by ranks that measure it at the same time.
     return int(_host_bytes() * part / environment().local_world)

@@ -280,7 +280,7 @@ class DeviceMemory(Memory):
         self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         varlen = kernel.varlen
-        if varlen is None:
+        if varlen is None or not step.queries:
             return [self._masked(q.narrow(0, one.rows[0], one.tokens), one, kernel) for one in step.queries]
         places = step.places
         window = (kernel.window - 1 if kernel.window is not None else -1, 0)

@@ -71,11 +71,6 @@ class Replica:
         """Whether there is nothing to compute."""
         return self.scheduler.idle and not self._under_way and not self._complete
 
-    @property
-    def requests(self) -> int:
-        """How many requests are not complete."""
-        return len(self._sessions)
-
     def add(self, number: int, request: Request) -> None:
         """Accept a request; ``number`` is above those before."""
         if not request.tokens and len(request.prompt) == 1:
@@ -112,8 +107,10 @@ class Replica:
         Raises:
             CommError: a rank is lost.
         """
-        while not (step := take(self._world, self._leader)).stop:
-            outcome = self.worker.compute(step)
+        stopped = False
+        while not stopped:
+            step = take(self._world, self._leader)
+            outcome, stopped = self.worker.compute(step), step.stop
             if outcome is not None:
                 self._outbox.put(outcome, [self._leader])
         self._outbox.flush()
@@ -124,9 +121,7 @@ class Replica:
             self._end()
         for number in list(self._sessions):
             self.cancel(number)
-        opened, closed = self._changes()
-        self.worker.compute(Step((), opened, closed))
-        self._outbox.put(Step((), opened, closed, stop=True), self._others)
+        self._begin(Step((), *self._changes(), stop=True))
         self._outbox.flush()
 
     def _changes(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
@@ -158,7 +153,7 @@ class Replica:
             return None
         sequence = self.scheduler.running[number]
         request, scores = session.request, session.scores_of_prompt(not sequence.scoring)
-        cached = sequence.cached
+        cached = sequence.cached or 0
         if choice is None:
             if request.tokens or sequence.scoring:
                 return None if scores is None else Update(number, prompt_logprobs=scores)

@@ -12,9 +12,8 @@ from hexad.config import ConfigError
 MOST_LOGPROBS = 20
 """Most likely tokens that are reported beside the chosen one, at most."""
 
-Ending = Literal["document", "stop", "length", "cancelled"]
-"""What ends a text: a token that ends a document or an answer, a text to stop at, the number of tokens, or
-who asked for it."""
+Ending = Literal["document", "stop", "length"]
+"""What ends a text: a token that ends a document or an answer, a text to stop at, or the number of tokens."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,8 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens that it may come to have in the cache."""
-        return len(self.prompt) + self.tokens
+        """Tokens that it may come to have in the cache, and positions: nothing follows the last one."""
+        return len(self.prompt) + self.tokens - 1
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,6 @@ class Update:
         prompt_logprobs: those of the prompt, where they were asked for; once.
         ended: what ended it; None while it goes on.
         cached: tokens of the prompt whose keys were at hand.
-        error: why it ended without a result; None otherwise.
     """
 
     number: int
@@ -181,4 +179,3 @@ class Update:
     prompt_logprobs: tuple[Logprob, ...] | None = None
     ended: Ending | None = None
     cached: int = 0
-    error: str | None = None

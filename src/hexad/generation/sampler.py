@@ -136,7 +136,9 @@ def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    logits = logits / column([sampling.temperature for sampling in settings]).to(logits.dtype)
+    # In float64, of differences: no temperature makes them other than numbers or -inf.
+    logits = logits.double()
+    logits = (logits - logits.amax(-1, keepdim=True)) / column([s.temperature for s in settings])
     vocab = logits.shape[1]
     if limited := [row for row, sampling in enumerate(settings) if 0 < sampling.top_k < vocab]:
         counts = torch.tensor([settings[row].top_k for row in limited], device=logits.device)
@@ -159,7 +161,7 @@ def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
     place = column([drawn(state.key, state.new) for state in states]) * total
     # Below the total even if that product is rounded up: the last token with a probability then.
     place = torch.minimum(place, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, place, right=True).squeeze(1)
+    return torch.searchsorted(sums, place, right=True).squeeze(1).clamp_(max=vocab - 1)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[Logprob]:

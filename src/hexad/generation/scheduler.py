@@ -2,8 +2,8 @@
 between the tokens of others (Agrawal et al., Sarathi-Serve, arXiv 2403.02310). No torch.
 
 Sequences join and leave at every step. A step has one token of each running sequence, then as much of the
-prompts that are not complete, the oldest first, as its budget of tokens allows. Where no block of the cache
-is free, the sequence that arrived last gives its own up, and is computed again later.
+prompts that are not complete, in their order, as its budget of tokens allows. Where no block of the cache
+is free, the sequence that was admitted last gives its own up, and is computed again later.
 
 With pipeline stages the sequences are divided into as many lanes, whose steps follow each other through the
 stages: a lane's next step begins when the tokens of its last one are known.
@@ -70,7 +70,7 @@ class Sequence:
         table: their blocks; None while it waits.
         lane: of its steps.
         scored: positions of the prompt whose log-probability was computed.
-        cached: tokens of the prompt that others had computed.
+        cached: tokens of the prompt that others had computed; None before it has run.
     """
 
     number: int
@@ -80,7 +80,7 @@ class Sequence:
     table: Table | None = None
     lane: int = 0
     scored: int = 0
-    cached: int = 0
+    cached: int | None = None
 
     @property
     def scoring(self) -> bool:
@@ -110,7 +110,7 @@ class Scheduler:
     window: int | None = None
     switch: int = 0
     waiting: deque[Sequence] = field(default_factory=deque)
-    running: dict[int, Sequence] = field(default_factory=dict)  # the oldest first
+    running: dict[int, Sequence] = field(default_factory=dict)  # those that have run longest first
     preemptions: int = 0
 
     def __post_init__(self) -> None:
@@ -188,7 +188,8 @@ class Scheduler:
             self.waiting.popleft()
             unfilled += missing
             sequence.table, sequence.computed = table, len(table.blocks) * self.pool.size
-            sequence.cached = max(sequence.cached, min(sequence.computed, len(sequence.request.prompt)))
+            if sequence.cached is None:
+                sequence.cached = sequence.computed
             counts = [0] * self.lanes
             for other in self.running.values():
                 counts[other.lane] += 1
@@ -234,8 +235,8 @@ class Scheduler:
         )
 
     def _preempt(self, sequence: Sequence, planned: set[int]) -> bool:
-        """Take the blocks of the sequence that arrived last, if that was after ``sequence`` and no step under
-        way or planned needs them; returns whether there was one."""
+        """Take the blocks of the sequence that was admitted last, if that was after ``sequence`` and no step
+        under way or planned needs them; returns whether there was one."""
         for other in reversed(self.running.values()):
             if other is sequence:
                 return False

@@ -13,6 +13,8 @@ from .constraints import schema_text
 from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
 
+_MOST_STOPS, _LONGEST_STOP = 64, 1024
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -84,6 +86,9 @@ class Wanted:
                 "--samples",
                 f"found {self.samples} with --temperature 0, where all are the same; set one above 0",
             )
+        if len(self.stop) > _MOST_STOPS or max(map(len, map(str, self.stop)), default=0) > _LONGEST_STOP:
+            limits = f"{_MOST_STOPS} texts of {_LONGEST_STOP} characters"
+            raise ConfigError("--stop", f"found {len(self.stop)} texts, expected at most {limits}")
         if "" in self.stop:
             raise ConfigError("--stop", "found an empty text; leave it out")
         for text in self.stop:

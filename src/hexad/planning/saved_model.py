@@ -12,7 +12,7 @@ from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, apply_overrides, blaming
 from hexad.config.hub import local
-from hexad.config.schema import prefixes
+from hexad.config.schema import ParallelSettings, prefixes
 from hexad.dataset.indexed import IndexedDataset
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.configuration import build_config
@@ -126,9 +126,7 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
     """
     overrides = overrides if isinstance(overrides, str) else tuple(overrides)
-    groups: dict[str, dict[str, Any]] = {
-        name: {} for name in ("memory", "validate", "checkpoint", "inference")
-    }
+    groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate", "checkpoint")}
     groups |= {"parallel": {"sequence": False}, "batch": {"micro": 1, "global": 1}}
     model = saved_model(source, overrides, groups)
     if model.config.precision.dtype == "fp8":
@@ -155,17 +153,23 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
             f"{parallel.context} x parallel.pipeline {parallel.pipeline} x parallel.data {replicas} = "
             f"{product}",
         )
-    stages = parallel.virtual_stages * parallel.pipeline
-    if parallel.schedule != "1f1b" or stages != parallel.pipeline:
-        raise ConfigError(
-            "parallel.schedule",
-            f"found {parallel.schedule}, but generation has one stage per rank; remove it",
-        )
+    check_stages(parallel)
     parallel = parallel.model_copy(update={"data": replicas})
     sequence = max(parallel.context, data.sequence // parallel.context * parallel.context)
     data = data.model_copy(update={"sequence": sequence})
     batch = config.batch.model_copy(update={"micro": 1, "global_": replicas})
     return config.model_copy(update={"parallel": parallel, "data": data, "batch": batch})
+
+
+def check_stages(parallel: ParallelSettings) -> None:
+    """Refuse schedules that have other stages than generation: one per rank.
+
+    Raises:
+        ConfigError: such a schedule.
+    """
+    if parallel.schedule != "1f1b" or parallel.virtual_stages > 1:
+        found = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
+        raise ConfigError("parallel.schedule", f"{found}, but generation has one stage per rank; remove both")
 
 
 def evaluated_model(

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hexad.config import Config, ConfigError
+from hexad.config import Config
 from hexad.model.inventory import StageSpec
 from hexad.parallel.inventory import Execution, Position, Product, tensor_positions
 
 from . import Resolved
 from .memory import rank_stages
+from .saved_model import check_stages
 
 _LOGITS = 4 + 4
 """Bytes of a logit beside its own format: in float32, and as probabilities."""
@@ -62,10 +63,7 @@ def serving_plans(resolved: Resolved, capacity: int | None) -> list[ServingPlan]
     Raises:
         ConfigError: a schedule, or stages, that generation does not have.
     """
-    parallel = resolved.config.parallel
-    if parallel.schedule != "1f1b" or parallel.virtual_stages > 1:
-        found = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
-        raise ConfigError("parallel.schedule", f"{found}, but generation has one stage per rank; remove both")
+    check_stages(resolved.config.parallel)
     plans = []
     for pipeline in range(resolved.layout.pipeline):
         (stage,) = rank_stages(resolved, pipeline).values()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,6 +23,9 @@ from ..requests import Logprob, Update
 from ..requests import Request as TextRequest
 from .protocol import ChatRequest, CompletionRequest
 from .service import Busy, Service, Unavailable
+
+log = logging.getLogger("hexad")
+T = TypeVar("T")
 
 _LARGEST = 32 * 2**20
 """Bytes of a request."""
@@ -54,7 +58,7 @@ def make_app(service: Service, name: str, keys: Sequence[str] = (), positions: i
         keys: one of which requests must have, if there are any.
         positions: tokens that the model was made for.
     """
-    app = FastAPI(title="hexad serve", docs_url=None, redoc_url=None)
+    app = FastAPI(title="hexad serve", docs_url=None, redoc_url=None, openapi_url=None)
     pages = _Pages(service, name, positions)
     created = int(time.time())
 
@@ -65,10 +69,19 @@ def make_app(service: Service, name: str, keys: Sequence[str] = (), positions: i
             response: Response = _Refused(
                 401, "Incorrect API key provided", "invalid_request_error", code="invalid_api_key"
             ).response()
+        elif request.method == "POST" and (
+            "content-length" not in request.headers or "transfer-encoding" in request.headers
+        ):
+            text = "found no Content-Length, or a Transfer-Encoding"
+            response = _Refused(411, text, "invalid_request_error").response()
         elif int(request.headers.get("content-length") or 0) > _LARGEST:
             response = _Refused(413, f"found more than {_LARGEST} bytes", "invalid_request_error").response()
         else:
-            response = await answer(request)
+            try:
+                response = await answer(request)
+            except Exception:
+                log.exception("%s %s", request.method, path)
+                response = _Refused(500, "the server has failed to answer", "server_error").response()
         if path.startswith("/v1/"):
             known = path if any(getattr(route, "path", "") == path for route in app.routes) else "other"
             service.metrics.requests.labels(known, response.status_code).inc()
@@ -89,8 +102,7 @@ def make_app(service: Service, name: str, keys: Sequence[str] = (), positions: i
 
     @app.get("/health")
     async def health() -> Response:
-        state = "ok" if service.ready else "stopping" if service.failure is None else "failed"
-        return JSONResponse({"status": state}, 200 if service.ready else 503)
+        return JSONResponse(*({"status": "ok"}, 200) if service.ready else ({"status": "failed"}, 503))
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -168,11 +180,12 @@ class _Pages:
             raise _Refused(404, text, "invalid_request_error", "model", "model_not_found")
 
     async def answer(self, kind: _Completion | _Chat, request: Request) -> Response:
-        """Answer a request."""
+        """Answer a request; a client that leaves ends it."""
+        body = kind.body
         try:
-            body = kind.body
             self.check_model(body.model)
             body.check()
+            self._check_number(len(body.prompts()) * body.choices)
             # Tokenizers and templates take a while: the others' streams go on meanwhile.
             requests, prompts = await asyncio.to_thread(kind.requests)
         except HexadError as error:
@@ -180,40 +193,48 @@ class _Pages:
         for ids in prompts:
             self.service.metrics.prompt(len(ids))
         stream = self.service.stream(requests)
+        texts = _Texts(kind, requests, prompts)
         try:
-            first = await anext(stream)
+            first = await _unless_left(request, anext(stream))
+            if first is not None and not body.stream:
+                await _unless_left(request, texts.read(first, stream))
         except Busy:
-            raise _Refused(429, "as many requests wait as may; try again", "rate_limit_error") from None
+            raise _too_many() from None
         except Unavailable:
             raise _Refused(503, "the server is stopping or has failed", "server_error") from None
-        texts = _Texts(kind, requests, prompts)
-        if body.stream:
-            options = body.stream_options
-            usage = options is not None and options.include_usage
-            return StreamingResponse(texts.events(first, stream, usage), media_type="text/event-stream")
-        return await self._complete(texts, first, stream, request)
-
-    async def _complete(
-        self,
-        texts: _Texts,
-        first: tuple[int, Update],
-        stream: AsyncIterator[tuple[int, Update]],
-        request: Request,
-    ) -> Response:
-        """The answer in one piece; a client that leaves ends it."""
-        reading = asyncio.ensure_future(texts.read(first, stream))
-        leaving = asyncio.ensure_future(_left(request))
-        done, _ = await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if reading not in done:
-            reading.cancel()
-            await asyncio.wait({reading})
+        if first is None or not (body.stream or texts.complete):
             return Response(status_code=499)
-        try:
-            reading.result()
-        except Unavailable:
-            raise _Refused(503, "the server has failed", "server_error") from None
-        return JSONResponse(texts.document())
+        if not body.stream:
+            return JSONResponse(texts.document())
+        options = body.stream_options
+        usage = options is not None and options.include_usage
+        return StreamingResponse(texts.events(first, stream, usage), media_type="text/event-stream")
+
+    def _check_number(self, texts: int) -> None:
+        """Refuse more texts than there is room for, before anything is made of them."""
+        if texts > self.service.most:
+            problem = f"found {texts:,} texts in one request, expected at most {self.service.most:,}"
+            raise _Refused(400, problem, "invalid_request_error", "n")
+        if texts > self.service.room:
+            raise _too_many()
+
+
+def _too_many() -> _Refused:
+    return _Refused(429, "as many requests wait as may; try again", "rate_limit_error")
+
+
+async def _unless_left(request: Request, work: Awaitable[T]) -> T | None:
+    """What some work returns; None if the client leaves before, which cancels it."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+    return None if working.cancelled() else working.result()
 
 
 async def _left(request: Request) -> None:
@@ -413,6 +434,11 @@ class _Texts:
         async for place, update in stream:
             self._texts[place].add(update)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all texts have ended."""
+        return all(text.ended is not None for text in self._texts)
+
     def document(self) -> dict[str, Any]:
         """The answer in one piece."""
         texts = [text for text in self._texts for _ in range(self._copies)]
@@ -454,12 +480,13 @@ class _Texts:
         return _event({**document, "usage": usage} if named else document)
 
     def _usage(self) -> dict[str, Any]:
-        prompt, new = sum(map(len, self._prompts)), sum(text.tokens for text in self._texts)
+        prompt, new = sum(map(len, self._prompts)), sum(text.tokens for text in self._texts) * self._copies
+        first = self._texts[:: max(1, len(self._texts) // len(self._prompts))]  # of each prompt's samples
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(text.cached for text in self._texts)},
+            "prompt_tokens_details": {"cached_tokens": sum(text.cached for text in first)},
         }
 
 

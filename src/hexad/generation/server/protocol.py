@@ -60,7 +60,7 @@ class _Common(BaseModel):
     repetition_penalty: Number | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
-    logit_bias: dict[StrictStr, Number] | None = None
+    logit_bias: Annotated[dict[StrictStr, Number], Field(max_length=1024)] | None = None
     seed: StrictInt | None = None
     stop: StrictStr | list[StrictStr] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=_MOST_CHOICES)] | None = None
@@ -92,10 +92,9 @@ class _Common(BaseModel):
             given = {name: value for name, value in given.items() if name not in ("top_p", "top_k", "min_p")}
         try:
             bias = tuple((int(token), float(value)) for token, value in (self.logit_bias or {}).items())
-        except ValueError:
-            raise ConfigError(
-                "logit_bias", f"found {self.logit_bias}, expected numbers by token id"
-            ) from None
+        except (ValueError, OverflowError):
+            problem = f"found {self.logit_bias!r:.60}, expected numbers by token id"
+            raise ConfigError("logit_bias", problem) from None
         return Sampling(temperature=temperature, seed=seed, logit_bias=bias, **given)
 
     @property
@@ -127,6 +126,10 @@ class CompletionRequest(_Common):
             raise ConfigError("best_of", f"found {self.best_of}, expected n, {self.choices}; remove it")
         if self.echo and self.stream:
             raise ConfigError("echo", "found true with stream: true, which is not supported; remove one")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ConfigError(
+                "prompt_logprobs", "found with stream: true, which is not supported; remove one"
+            )
 
     def prompts(self) -> list[Prompt]:
         """Texts or ids."""

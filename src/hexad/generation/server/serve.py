@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 import threading
@@ -11,13 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from hexad.comm import CommError
 from hexad.config import HexadError, one_line
 from hexad.planning.saved_model import SavedModel
 
 from ..generator import Generator
-
-log = logging.getLogger("hexad")
 
 
 def serve(
@@ -50,7 +46,7 @@ def serve(
             return
         from .app import make_app
         from .metrics import Metrics
-        from .service import Service, message
+        from .service import Service
 
         service = Service(generator, Metrics(), settings.queue)
         limit = min(saved.positions, generator.capacity)
@@ -62,11 +58,7 @@ def serve(
         service.stop()
         service.join()
         if service.failure is not None:
-            raise (
-                service.failure
-                if isinstance(service.failure, HexadError)
-                else CommError(message(service.failure))
-            )
+            raise service.failure
 
 
 def _ignore_stops() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from hexad.comm import CommError
-from hexad.config import HexadError
 
 from ..generator import Generator
 from ..requests import Request, Update
 from .metrics import Metrics
+
+log = logging.getLogger("hexad")
 
 _TURN = 0.5
 """Seconds after which an idle generator looks whether it is to stop."""
@@ -48,6 +50,16 @@ class Service:
         self._running = self._stopping = False
         self._failed: list[asyncio.Event] = []
         self._thread = threading.Thread(target=self._work, name="hexad-generator", daemon=True)
+
+    @property
+    def most(self) -> int:
+        """Texts that may be under way: those that run, and those that wait."""
+        return self.generator.sequences + self._most
+
+    @property
+    def room(self) -> int:
+        """Texts that are accepted now."""
+        return self.most - self.generator.front.unfinished
 
     @property
     def ready(self) -> bool:
@@ -87,8 +99,7 @@ class Service:
         front = self.generator.front
         if not self.ready:
             raise Unavailable
-        waiting = front.unfinished - self.generator.sequences
-        if waiting + len(requests) > max(self._most, len(requests) - 1) and front.unfinished:
+        if len(requests) > self.room:
             raise Busy
         queue: asyncio.Queue[Update] = asyncio.Queue()
         numbers: dict[int, int] = {}
@@ -116,10 +127,10 @@ class Service:
 
     def _work(self) -> None:
         try:
-            _, error = self.generator.lead(self._serve)
-        except BaseException as raised:
-            error = raised  # type: ignore[assignment]
-        if error is not None:
+            _, self.failure = self.generator.lead(self._serve)
+        except BaseException as error:
+            if not isinstance(error, CommError):  # of a lost rank, the message says it all
+                log.exception("the generator has failed")
             self.failure = error
         self._running = False
         assert self._loop is not None
@@ -151,11 +162,3 @@ class Service:
 
 
 _FAILED = Update(-1)
-
-
-def message(error: BaseException) -> str:
-    """One line about a failure."""
-    if isinstance(error, HexadError):
-        return str(error)
-    name = "a rank is lost" if isinstance(error, CommError) else type(error).__name__
-    return " ".join(f"{name}: {error}".split())

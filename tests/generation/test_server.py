@@ -257,7 +257,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
 
 
 def test_wrong_requests_are_refused(server: Server) -> None:
-    """In OpenAI's form, naming the field; the server goes on."""
+    """In OpenAI's form, naming the field; the server continues."""
     for path, fields, param, text in WRONG:
         body = {**(CHAT if path.startswith("chat") else COMPLETION), **fields}
         answer = server.post(

@@ -44,7 +44,7 @@ def test_bytes_that_are_no_text(tokenizers: list[Tokenizer]) -> None:
             ids = [chance.randrange(255) for _ in range(100)]
             assert "".join(pieces(tokenizer, ids)[0]) == tokenizer.decode(ids)
         held = TextStream(tokenizer)
-        assert sum(len(held.add(255)) for _ in range(100)) > 50  # it is not held back for ever
+        assert sum(len(held.add(255)) for _ in range(100)) > 50  # they are not held back indefinitely
 
 
 @pytest.mark.parametrize("stop", [("xyz",), ("ab", "abc"), ("漢字",), ("aaab",), ("c", "bc")])

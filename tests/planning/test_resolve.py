@@ -54,6 +54,7 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
         "parallel.schedule",
         "parallel.schedule_memory",
     }
+    policies |= {"inference.cache_tokens", "inference.block"}  # what the memory and the device allow
     unused = {"parallel.context_ulysses", "parallel.context_balance"}
     unused |= {"parallel.schedule_group"} if schedule != "interleaved" else set()
     assert set(autos(resolved.config.model_dump(by_alias=True))) <= policies | unused

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hexad.checkpoint.kept_tokenizer import same_ids
 from hexad.checkpoint.manifest import read_manifest
 from hexad.dataset.text.tokenizer import load_tokenizer
-from hexad.planning.saved_model import encoded, find_model, generating_model
+from hexad.generation.prompts import PromptEncoder
+from hexad.planning.saved_model import find_model, generating_model
 
 from ..dataset.chats import CHATML, CONVERSATIONS, GENERATION, TEXT, chat_tokenizer, write_lines
 from .command import RunFile, call, write_run
@@ -211,7 +212,7 @@ def test_the_template_of_the_data_is_kept(tmp_path: Path, kind: str) -> None:
     write_lines(tmp_path / "ask.jsonl", [ASK])
     for source in (run.directory, run.newest):
         saved = generating_model(find_model(str(source)), (), 1)
-        assert encoded([ASK], saved.config, saved.tokenizer()) == [expected]
+        assert PromptEncoder(saved, saved.tokenizer()).ids(ASK, "prompt 1") == tuple(expected)
         asked = call("generate", str(source), "--prompts", str(tmp_path / "ask.jsonl"), "--tokens", "2")
         assert asked.status == 0, asked.err
     assert call("checkpoint", "verify", str(run.directory)).status == 0

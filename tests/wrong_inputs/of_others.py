@@ -244,8 +244,8 @@ USE = (
         "Invalid value for '--samples': 0 is not in the range 1<=x<=1048576",
     ),
     (
-        "generate trained --prompt a --batch 0",
-        "Invalid value for '--batch': 0 is not in the range 1<=x<=1048576",
+        "generate trained --prompt a --top-logprobs 21",
+        "Invalid value for '--top-logprobs': 21 is not in the range 0<=x<=20",
     ),
     ("generate trained --prompt a --temperature -1", "--temperature: found -1.0, expected a number from 0"),
     ("generate trained --prompt a --temperature nan", "--temperature: found nan, expected a number from 0"),
@@ -255,7 +255,7 @@ USE = (
     ),
     ("generate trained --prompt a --top-k 5", "--top-k: found 5 with temperature 0, which takes"),
     ("generate trained --prompt a --top-p 0.5", "--top-p: found 0.5 with temperature 0, which takes"),
-    ("generate trained --prompt \udcff", "--prompt: number 1 is not Unicode text"),
+    ("generate trained --prompt \udcff", "--prompt: prompt 1 is not Unicode text"),
     ("generate trained --prompt a --top-k -1", "--top-k: found -1, expected 0 (all) or more"),
     ("generate trained --prompt a --top-p 0", "--top-p: found 0.0, expected a number above 0"),
     ("generate trained --prompt a --top-p 1.5", "--top-p: found 1.5, expected a number above 0"),
@@ -274,8 +274,11 @@ USE = (
     ("generate trained --prompts no.jsonl", "--prompts: no.jsonl: cannot be read"),
     ("generate trained --prompts folder", "--prompts: folder: cannot be read"),
     ("generate trained --prompts words.jsonl", "--prompts: words.jsonl:1: not JSON"),
-    ("generate trained --prompts prompts.jsonl", "--prompts: prompts.jsonl:2: expected"),
-    ("generate trained --prompts both.jsonl", "--prompts: both.jsonl:1: expected"),
+    ("generate trained --prompts prompts.jsonl", "--prompts: prompts.jsonl:2: found {'prompt': 3}, expected"),
+    (
+        "generate trained --prompts both.jsonl",
+        "--prompts: both.jsonl:1: found {'prompt': 'a', 'messages': []}, expected an object",
+    ),
     (
         "generate trained --prompts no-prompts.jsonl",
         "--prompt: found none; give --prompt TEXT or --prompts FILE.jsonl",
@@ -297,7 +300,18 @@ USE = (
     ("generate trained --prompt a precision.dtype=fp7", "precision.dtype: found 'fp7', expected 'auto'"),
     (
         "generate trained --prompt a parallel.pipeline=2",
-        "--nproc: found 1, expected parallel.tensor 1 x parallel.context 1 x parallel.pipeline 2 = 2",
+        "--nproc: found 1, expected parallel.tensor 1 x parallel.context 1 x parallel.pipeline 2 x "
+        "parallel.data 1 = 2",
+    ),
+    ("serve trained --port 70000", "Invalid value for '--port': 70000 is not in the range 0<=x<=65535"),
+    ("serve trained --host nowhere.invalid", "--host nowhere.invalid --port 8000: cannot be used: "),
+    ("serve trained --api-key ''", "--api-key: found one with spaces or other characters than ASCII"),
+    ("serve nowhere", "nowhere: "),
+    ("serve trained inference.sequences=0", "inference.sequences: found 0, expected"),
+    ("serve trained inference.quue=3", "inference.quue: unknown key (did you mean 'inference.queue'?)"),
+    (
+        "serve trained --nproc 2 parallel.tensor=1 parallel.data=3",
+        "--nproc: found 2, expected parallel.tensor 1",
     ),
     ("WORLD_SIZE=2 RANK=7 generate trained --prompt a", "RANK: found 7, expected 0 to 1 (WORLD_SIZE 2)"),
     ("evaluate", "Missing argument"),

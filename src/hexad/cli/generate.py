@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CHECKED = 1000
 """Prompts of a file that are checked before ranks are started."""
+_NO_PROMPT = "found none; give --prompt TEXT or --prompts FILE.jsonl"
 _COUNT = click.IntRange(1, 2**20)
 _TOP = click.IntRange(0, MOST_LOGPROBS)
 
@@ -107,15 +108,18 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
     if options["output"] is not None and options["as_json"]:
         raise HexadError("--output: found --json beside it, which prints the texts; give one of them")
     if not (prompt or file):
-        raise ConfigError("--prompt", "found none; give --prompt TEXT or --prompts FILE.jsonl")
+        raise ConfigError("--prompt", _NO_PROMPT)
     with _kept(request) if file == "-" else nullcontext():
         # Refuse what is wrong before any rank is started.
         saved = generating_model(request["checkpoint"], request["overrides"], nproc)
         _wanted(request)
         encoder = PromptEncoder(saved, saved.tokenizer())
+        number = 0
         for number, entry in enumerate(_prompts(request), 1):
             if number <= _CHECKED:
                 encoder.ids(entry, f"prompt {number}")
+        if not number:
+            raise ConfigError("--prompt", _NO_PROMPT)
         return run_ranks("generate", request, nproc)
 
 
@@ -142,7 +146,7 @@ def _prompts(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _schema(file: str | None) -> str | None:
     from hexad.config.files import readable
-    from hexad.generation.constraints import schema_text
+    from hexad.generation.texts import schema_text
 
     if file is None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any
 
@@ -103,21 +102,6 @@ class _Bytes:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text if isinstance(text, bytes) else text.encode())
-
-
-def schema_text(schema: object) -> str:
-    """A JSON schema, given as an object or as JSON, as JSON.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    try:
-        tree = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(tree, dict):
-            raise ValueError(f"found {tree!r:.60}, expected an object")
-        return json.dumps(tree)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError("--schema", f"is not a JSON schema: {error}") from None
 
 
 def _package() -> Any:

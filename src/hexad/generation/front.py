@@ -83,7 +83,7 @@ def connected(mesh: Mesh) -> list[Link]:
     def listen() -> tuple[tuple[str, int], bytes]:
         host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         key = os.urandom(32)
-        listeners.append(Listener((host, 0), authkey=key))
+        listeners.append(Listener((host, 0), backlog=len(leaders), authkey=key))
         address: Any = listeners[0].address
         return (host, address[1]), key
 

@@ -75,8 +75,8 @@ def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
 
 
 def pack(model: Transformer) -> None:
-    """Have the weights of all linear layers in the layout that products of few tokens on a CPU are fastest
-    with, where there is one. Only forward passes can use them."""
+    """Convert the weights of all linear layers to the layout with which products of few tokens on a CPU are
+    fastest, where there is one. Only forward passes can use them."""
     if model.shard.device.type != "cpu" or not packable(model.dtype):
         return
     for module in model.modules():

@@ -168,7 +168,7 @@ class Update:
         tokens: its new ids.
         logprobs: theirs, where they were asked for.
         prompt_logprobs: those of the prompt, where they were asked for; once.
-        ended: what ended it; None while it goes on.
+        ended: what ended it; None before the end.
         cached: tokens of the prompt whose keys were at hand.
     """
 

@@ -3,7 +3,7 @@ between the tokens of others (Agrawal et al., Sarathi-Serve, arXiv 2403.02310). 
 
 Sequences join and leave at every step. A step has one token of each running sequence, then as much of the
 prompts that are not complete, in their order, as its budget of tokens allows. Where no block of the cache
-is free, the sequence that was admitted last gives its own up, and is computed again later.
+is free, the sequence that was admitted last is preempted: its blocks are freed, and it is recomputed later.
 
 With pipeline stages the sequences are divided into as many lanes, whose steps follow each other through the
 stages: a lane's next step begins when the tokens of its last one are known.
@@ -117,7 +117,7 @@ class Scheduler:
         self._busy: set[int] = set()  # lanes with a step under way
 
     def add(self, sequence: Sequence) -> None:
-        """Have a sequence computed after those that wait."""
+        """Add a sequence behind those that wait."""
         self.waiting.append(sequence)
 
     def remove(self, number: int) -> None:

@@ -1,7 +1,8 @@
-"""What is wanted of a generation, in texts, and what comes of it."""
+"""What is wanted of a generation, in texts, and what comes of it. No torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
@@ -9,7 +10,6 @@ from typing import Any, TypedDict
 from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.dataset.text.tokenizer import Tokenizer
 
-from .constraints import schema_text
 from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
 
@@ -185,6 +185,21 @@ def wanted(settings: Mapping[str, Any]) -> Wanted:
         schema=None if schema is None else schema_text(schema),
         **given,
     )
+
+
+def schema_text(schema: object) -> str:
+    """A JSON schema, given as an object or as JSON, as JSON.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        tree = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(tree, dict):
+            raise ValueError(f"found {tree!r:.60}, expected an object")
+        return json.dumps(tree)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError("--schema", f"is not a JSON schema: {error}") from None
 
 
 def asked(prompts: Any) -> list[Prompt]:

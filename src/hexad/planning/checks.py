@@ -7,7 +7,7 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, counted
 from hexad.config.model import ModelSettings, RopeScaling
-from hexad.config.schema import FaultSettings
+from hexad.config.schema import FaultSettings, ParallelSettings
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
 from hexad.model.trained import Trained, check_trained
@@ -541,3 +541,14 @@ def smallest_world(config: Config) -> int:
     if parallel.data != "auto":
         return dense * parallel.data
     return lcm(dense, parallel.expert_tensor * parallel.expert * parallel.pipeline)
+
+
+def check_stages(parallel: ParallelSettings) -> None:
+    """Refuse schedules that have other stages than generation: one per rank.
+
+    Raises:
+        ConfigError: such a schedule.
+    """
+    if parallel.schedule != "1f1b" or parallel.virtual_stages > 1:
+        found = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
+        raise ConfigError("parallel.schedule", f"{found}, but generation has one stage per rank; remove both")

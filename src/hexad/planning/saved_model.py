@@ -12,7 +12,7 @@ from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, apply_overrides, blaming
 from hexad.config.hub import local
-from hexad.config.schema import ParallelSettings, prefixes
+from hexad.config.schema import prefixes
 from hexad.dataset.indexed import IndexedDataset
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.configuration import build_config
@@ -20,7 +20,7 @@ from hexad.model.families import family
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.pretrained import hugging_face_directory
 
-from .checks import planned_layout
+from .checks import check_stages, planned_layout
 from .resolve import resolve
 
 _LONGEST = 4096
@@ -159,17 +159,6 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
     data = data.model_copy(update={"sequence": sequence})
     batch = config.batch.model_copy(update={"micro": 1, "global_": replicas})
     return config.model_copy(update={"parallel": parallel, "data": data, "batch": batch})
-
-
-def check_stages(parallel: ParallelSettings) -> None:
-    """Refuse schedules that have other stages than generation: one per rank.
-
-    Raises:
-        ConfigError: such a schedule.
-    """
-    if parallel.schedule != "1f1b" or parallel.virtual_stages > 1:
-        found = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
-        raise ConfigError("parallel.schedule", f"{found}, but generation has one stage per rank; remove both")
 
 
 def evaluated_model(

@@ -14,8 +14,8 @@ from hexad.model.inventory import StageSpec
 from hexad.parallel.inventory import Execution, Position, Product, tensor_positions
 
 from . import Resolved
+from .checks import check_stages
 from .memory import rank_stages
-from .saved_model import check_stages
 
 _LOGITS = 4 + 4
 """Bytes of a logit beside its own format: in float32, and as probabilities."""

@@ -186,7 +186,7 @@ class _Pages:
             self.check_model(body.model)
             body.check()
             self._check_number(len(body.prompts()) * body.choices)
-            # Tokenizers and templates take a while: the others' streams go on meanwhile.
+            # Tokenizers and templates take a while, in which other streams must not stop.
             requests, prompts = await asyncio.to_thread(kind.requests)
         except HexadError as error:
             raise _wrong(_field_names(str(error)), _param(error)) from None

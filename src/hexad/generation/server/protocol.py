@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 
 from hexad.config import ConfigError, HexadError
 
-from ..constraints import schema_text
 from ..prompts import Prompt
 from ..requests import MOST_LOGPROBS, Sampling
-from ..texts import Wanted
+from ..texts import Wanted, schema_text
 
 Number = StrictInt | StrictFloat
 _MOST_CHOICES = 128

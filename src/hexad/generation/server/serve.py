@@ -114,7 +114,7 @@ async def _run(app: Any, service: Any, listener: socket.socket, grace: float, re
 
     async def end() -> None:
         await failing
-        await asyncio.sleep(0.2)  # what is told of the failure is sent
+        await asyncio.sleep(0.2)  # until the streams have sent the error
         server.should_exit = True
 
     ending = asyncio.ensure_future(end())

@@ -306,7 +306,7 @@ USE = (
     ("serve trained --port 70000", "Invalid value for '--port': 70000 is not in the range 0<=x<=65535"),
     ("serve trained --host nowhere.invalid", "--host nowhere.invalid --port 8000: cannot be used: "),
     ("serve trained --api-key ''", "--api-key: found one with spaces or other characters than ASCII"),
-    ("serve nowhere", "nowhere: "),
+    ("serve nowhere", "nowhere: neither a checkpoint nor a run directory"),
     ("serve trained inference.sequences=0", "inference.sequences: found 0, expected"),
     ("serve trained inference.quue=3", "inference.quue: unknown key (did you mean 'inference.queue'?)"),
     (

@@ -160,6 +160,16 @@ def test_context_ranks_find_the_same(adapter: Any, trained: Path, pool: Pool) ->
         assert texts == written
 
 
+def test_prompts_of_one_token_leave_nothing_behind(adapter: Any, trained: Path) -> None:
+    """More of them than a replica accepts at once: each is complete without a step."""
+    with adapter.HexadLM(trained, ["inference.sequences=2"]) as model:
+        generator = model._generator
+        texts = generator.score([[token % 250] for token in range(20)])
+        assert [text.prompt_logprobs for text in texts] == [()] * 20
+        assert generator.front.unfinished == 0 and generator.front._counts == [0]
+        assert len(generator.generate("line", tokens=3)[0].tokens) == 3
+
+
 def test_requests_with_other_options_are_written_together(adapter: Any, trained: Path) -> None:
     """Equal to one by one, and in the order of the requests."""
     sampled = {"until": "9", "max_gen_toks": 5, "temperature": 2.0, "do_sample": True, "top_k": 9}

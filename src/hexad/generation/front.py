@@ -247,9 +247,10 @@ class Front:
             self._send(place, "add", number, request)
 
     def _forget(self, number: int) -> None:
-        place, tokens = self._places.pop(number, (0, 0))
-        self._loads[place] -= tokens
-        self._counts[place] -= tokens > 0
+        if number in self._places:
+            place, tokens = self._places.pop(number)
+            self._loads[place] -= tokens
+            self._counts[place] -= 1
 
     def _send(self, place: int, name: str, *arguments: Any) -> None:
         if place == 0:

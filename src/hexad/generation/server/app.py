@@ -62,43 +62,8 @@ def make_app(service: Service, name: str, keys: Sequence[str] = (), positions: i
     pages = _Pages(service, name, positions)
     created = int(time.time())
 
-    @app.middleware("http")
-    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        path = request.url.path
-        if path.startswith("/v1/") and keys and not _known(request.headers.get("authorization", ""), keys):
-            response: Response = _Refused(
-                401, "Incorrect API key provided", "invalid_request_error", code="invalid_api_key"
-            ).response()
-        elif request.method == "POST" and (
-            "content-length" not in request.headers or "transfer-encoding" in request.headers
-        ):
-            text = "found no Content-Length, or a Transfer-Encoding"
-            response = _Refused(411, text, "invalid_request_error").response()
-        elif int(request.headers.get("content-length") or 0) > _LARGEST:
-            response = _Refused(413, f"found more than {_LARGEST} bytes", "invalid_request_error").response()
-        else:
-            try:
-                response = await answer(request)
-            except Exception:
-                log.exception("%s %s", request.method, path)
-                response = _Refused(500, "the server has failed to answer", "server_error").response()
-        if path.startswith("/v1/"):
-            known = path if any(getattr(route, "path", "") == path for route in app.routes) else "other"
-            service.metrics.requests.labels(known, response.status_code).inc()
-        return response
-
-    @app.exception_handler(_Refused)
-    async def refused(_: Request, error: _Refused) -> Response:
-        return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _wrong(*_first_problem(error)).response()
-
-    @app.exception_handler(HTTPException)
-    async def other(request: Request, error: HTTPException) -> Response:
-        text = f"{request.method} {request.url.path}: {error.detail}"
-        return _Refused(error.status_code, text, "invalid_request_error").response()
+    _guard(app, service, keys)
+    _answer_errors(app)
 
     @app.get("/health")
     async def health() -> Response:
@@ -136,6 +101,52 @@ def make_app(service: Service, name: str, keys: Sequence[str] = (), positions: i
         return HTMLResponse(page)
 
     return app
+
+
+def _guard(app: FastAPI, service: Service, keys: Sequence[str]) -> None:
+    """Refuse requests without a key and those that are too large, and count all."""
+
+    @app.middleware("http")
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        path = request.url.path
+        if path.startswith("/v1/") and keys and not _known(request.headers.get("authorization", ""), keys):
+            response: Response = _Refused(
+                401, "Incorrect API key provided", "invalid_request_error", code="invalid_api_key"
+            ).response()
+        elif request.method == "POST" and (
+            "content-length" not in request.headers or "transfer-encoding" in request.headers
+        ):
+            text = "found no Content-Length, or a Transfer-Encoding"
+            response = _Refused(411, text, "invalid_request_error").response()
+        elif int(request.headers.get("content-length") or 0) > _LARGEST:
+            response = _Refused(413, f"found more than {_LARGEST} bytes", "invalid_request_error").response()
+        else:
+            try:
+                response = await answer(request)
+            except Exception:
+                log.exception("%s %s", request.method, path)
+                response = _Refused(500, "the server has failed to answer", "server_error").response()
+        if path.startswith("/v1/"):
+            known = path if any(getattr(route, "path", "") == path for route in app.routes) else "other"
+            service.metrics.requests.labels(known, response.status_code).inc()
+        return response
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Give errors OpenAI's form."""
+
+    @app.exception_handler(_Refused)
+    async def refused(_: Request, error: _Refused) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _wrong(*_first_problem(error)).response()
+
+    @app.exception_handler(HTTPException)
+    async def other(request: Request, error: HTTPException) -> Response:
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        return _Refused(error.status_code, text, "invalid_request_error").response()
 
 
 def _known(header: str, keys: Sequence[str]) -> bool:

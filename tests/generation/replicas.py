@@ -1,7 +1,7 @@
 """Replicas of small models with random weights, driven directly."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ def stage_of(config: Config, mesh: Mesh) -> Transformer:
     config = resolved.config
     mesh = factored_mesh(config.model, config.parallel, mesh)
     stored = torch.float64 if config.precision.dtype == "fp64" else torch.float32
-    shard = make_shard(config.parallel, mesh, stored)
+    shard = replace(make_shard(config.parallel, mesh, stored), exact=config.precision.exact)
     rank, layers = mesh.pipeline.rank, resolved.plan.layers
     stage = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank].eval()
     initialise(declared_parameters(stage), 7)

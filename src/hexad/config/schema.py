@@ -279,6 +279,11 @@ class PrecisionSettings(Settings):
     fp8_weight_gradients: bool = False
     """Whether fp8 runs multiply in 8 bits for weight gradients too, the third of a linear layer's products:
     inputs in e4m3, output gradients in e5m2. They are accumulated as otherwise."""
+    exact: bool = False
+    """Whether the forward pass computes the same bits for a sequence in every layout and batch, in fp32, bf16
+    and fp16: log-probabilities of training, generation and ``hexad score`` are then equal. Sums are made
+    independent of their order, in float64, which takes several times as long (``docs/exact.md``). Backward
+    passes, and attention with dropout, are the usual ones."""
     loss_scale: Literal["dynamic"] | LossScale = "dynamic"
     """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: LossScale = 65536.0

@@ -104,7 +104,8 @@ def training_shard(config: Config, mesh: Mesh) -> Shard:
         deferred=True,
         fp8=dtype == "fp8",
         fp8_weight_gradients=config.precision.fp8_weight_gradients,
-        compiled=compiles(config.run, mesh.device),
+        exact=config.precision.exact,
+        compiled=compiles(config.run, mesh.device) and not config.precision.exact,
     )
 
 

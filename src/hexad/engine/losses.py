@@ -61,7 +61,10 @@ class Outputs:
             labels: int64 ``[tokens]`` or of the microbatch's shape; by default the microbatch's.
         """
         wanted = self._microbatch.labels if labels is None else labels
-        return -cross_entropy(self.local_logits(), wanted.flatten(), self._stage.vocab, self._mesh.tensor)
+        stage, axis = self._stage, self._mesh.tensor
+        return -cross_entropy(
+            self.local_logits(), wanted.flatten(), stage.vocab, axis, stage.shard.exact
+        )
 
     def whole(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens, ``[tokens, ...]``, with those of all context ranks: ``[sequences,

@@ -17,14 +17,15 @@ from hexad.dataset.text.tokenizer import Tokenizer
 from hexad.launching.environment import environment
 from hexad.model.attention import Attention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
+from hexad.parallel import exact
 from hexad.parallel.sharding import Declared, declared_parameters
 from hexad.parallel.tensor.embedding import VocabParallelHead
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hexad.parallel.tensor.packed import packable, packed
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 from .blocks import BlockPool
-from .paged_attention import DeviceMemory, HostMemory, Memory
+from .paged_attention import DeviceMemory, ExactMemory, HostMemory, Memory
 from .replica import Replica
 from .sampler import Constraint
 from .scheduler import Scheduler
@@ -46,7 +47,8 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
     mesh = factored_mesh(config.model, config.parallel, mesh)
-    shard = replace(make_shard(config.parallel, mesh, stored), sequence=False, chunks=1)
+    shard = make_shard(config.parallel, mesh, stored)
+    shard = replace(shard, sequence=False, chunks=1, exact=config.precision.exact)
     rank = mesh.pipeline.rank
     model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
     load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)
@@ -75,9 +77,10 @@ def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
 
 
 def pack(model: Transformer) -> None:
-    """Convert the weights of all linear layers to the layout with which products of few tokens on a CPU are
-    fastest, where there is one. Only forward passes can use them."""
-    if model.shard.device.type != "cpu" or not packable(model.dtype):
+    """Convert the weights of all linear layers to what products read fastest, where there is such a form: a
+    CPU's of few tokens, or exact ones. Only forward passes can use them. Ranks call this together."""
+    shard, dtype = model.shard, model.dtype
+    if not shard.exact and (shard.device.type != "cpu" or not packable(dtype)):
         return
     for module in model.modules():
         names: tuple[str, ...] = ()
@@ -85,8 +88,11 @@ def pack(model: Transformer) -> None:
             names = ("weight", "copied_weight") if module.copied else ("weight",)
         elif isinstance(module, RowParallelLinear | VocabParallelHead):
             names = ("weight",)  # the embedding keeps a tied one as it is
+        axis = shard.tensor if isinstance(module, RowParallelLinear) else Axis("tensor")
         for name in names:
-            setattr(module, name, nn.Parameter(packed(getattr(module, name).data), requires_grad=False))
+            weight = getattr(module, name).data
+            made = exact.weight_on_grid(weight, dtype, axis) if shard.exact else packed(weight)
+            setattr(module, name, nn.Parameter(made, requires_grad=False))
 
 
 def make_replica(
@@ -151,11 +157,13 @@ def make_memory(
             problem = f"found {settings.memory_part}, which leaves no memory for a block of the cache; "
             raise ConfigError("inference.memory_part", f"{problem}raise it, or use more ranks")
     place = blocks * block, shape, model.dtype, device
-    memory: dict[int, Memory] = {
-        layer: DeviceMemory(*place, block) if device.type == "cuda" else HostMemory(*place)
-        for layer in layers
-    }
-    return memory, blocks, block
+
+    def memory() -> Memory:
+        if model.shard.exact:
+            return ExactMemory(*place)
+        return DeviceMemory(*place, block) if device.type == "cuda" else HostMemory(*place)
+
+    return {layer: memory() for layer in layers}, blocks, block
 
 
 def _free_bytes(mesh: Mesh, part: float) -> int:

@@ -6,6 +6,7 @@
 - GPUs, 16-bit formats: PyTorch's ``varlen_attn``, one call for all sequences, which reads the blocks by their
   table where it can; else keys are gathered first.
 - GPUs, other formats: a call for each sequence.
+- Exact arithmetic: :mod:`hexad.model.exact_attention`; sequences with one new token together.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
+from hexad.model.exact_attention import Run as KeyRun
+from hexad.model.exact_attention import Visible, attend, attend_run
 from hexad.parallel.context.attention import merge_
 
 from .blocks import Run
@@ -296,6 +299,62 @@ class DeviceMemory(Memory):
             bounds = places.key_bounds
         longest = places.longest
         return [varlen(rows, keys, values, places.query_bounds, bounds, *longest, **options)]
+
+
+class ExactMemory(Memory):
+    """In exact arithmetic, on any device; keys and values come from
+    :func:`hexad.model.exact_attention.on_grid`."""
+
+    def _computed(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
+    ) -> list[Tensor]:
+        parts: list[Tensor] = []
+        for alone, group in groupby(step.queries, key=lambda one: one.tokens == 1):
+            ones = list(group)
+            if alone:
+                parts += [self._together(q, some, kernel) for some in _alike(ones, k.shape[1] * k.shape[2])]
+                continue
+            for one in ones:
+                keys, values = self._gathered(one, one.origin, one.end)
+                run = KeyRun(one.position, one.origin, kernel.window)
+                rows = q.narrow(0, one.rows[0], one.tokens)
+                parts.append(attend_run(rows, keys, values, run, kernel.scale))
+        return parts
+
+    def _together(self, q: Tensor, ones: Sequence[Queries], kernel: AttentionKernel) -> Tensor:
+        """Of neighbouring sequences' single queries ``[sequences, heads, width]``."""
+        window = kernel.window
+        seen = [one.end if window is None else min(one.end, window) for one in ones]
+        longest = max(seen)
+        slots = np.empty((len(ones), longest), dtype=np.int64)
+        for line, one, count in zip(slots, ones, seen):
+            runs = one.keys(one.end - count, one.end)
+            places = np.concatenate([np.arange(slot, slot + tokens) for slot, tokens in runs])
+            line[:count], line[count:] = places, places[-1]  # of padding any that are numbers
+        device = q.device
+        where = streams.of(device).moved(torch.from_numpy(slots), device)
+        end = streams.of(device).moved(torch.tensor(seen), device)[:, None]
+        visible = Visible(torch.zeros_like(end), end, end)
+        rows = q.narrow(0, ones[0].rows[0], len(ones))[:, None]
+        return attend(rows, self.keys[where], self.values[where], visible, kernel.scale)[:, 0]
+
+
+_KEYS = 1 << 20
+"""Elements of keys that are gathered at a time, about."""
+
+
+def _alike(ones: Sequence[Queries], elements: int) -> list[Sequence[Queries]]:
+    """Neighbouring queries in groups that are computed together, whose keys, padded to the longest, have
+    about :data:`_KEYS` elements."""
+    groups: list[list[Queries]] = [[]]
+    longest = 0
+    for one in ones:
+        longest = max(longest, one.end)
+        if groups[-1] and longest * (len(groups[-1]) + 1) * elements > _KEYS:
+            groups.append([])
+            longest = one.end
+        groups[-1].append(one)
+    return list(groups)
 
 
 @cache

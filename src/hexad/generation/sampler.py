@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hexad.parallel import exact
+
 from .requests import Logprob, Request, drawn, stream
 
 
@@ -56,10 +58,11 @@ class Sampler:
 
     Args:
         constrain: makes the constraint of a JSON schema.
+        exactly: log-probabilities are those of exact arithmetic.
     """
 
-    def __init__(self, constrain: Any = None) -> None:
-        self._constrain = constrain
+    def __init__(self, constrain: Any = None, exactly: bool = False) -> None:
+        self._constrain, self.exactly = constrain, exactly
         self._states: dict[int, _State] = {}
 
     def open(self, number: int, request: Request) -> None:
@@ -102,7 +105,8 @@ class Sampler:
                 torch.tensor(wanted, device=logits.device),
                 [states[r].request.logprobs for r in wanted],
             )
-            for row, logprob in zip(wanted, log_probabilities(logits[rows], tokens[rows], counts)):
+            made = log_probabilities(logits[rows], tokens[rows], counts, self.exactly)
+            for row, logprob in zip(wanted, made):
                 logprobs[row] = logprob
         for state, token in zip(states, chosen):
             state.new += 1
@@ -164,15 +168,18 @@ def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
     return torch.searchsorted(sums, place, right=True).squeeze(1).clamp_(max=vocab - 1)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, counts: Sequence[int | None]) -> list[Logprob]:
+def log_probabilities(
+    logits: Tensor, tokens: Tensor, counts: Sequence[int | None], exactly: bool = False
+) -> list[Logprob]:
     """How likely given tokens are.
 
     Args:
         logits: ``[rows, vocab]``, in at least float32.
         tokens: int64 ``[rows]``.
         counts: of the most likely tokens that are wanted beside each.
+        exactly: the bits do not depend on the other rows, see :mod:`hexad.parallel.exact`.
     """
-    values = logits.log_softmax(-1)
+    values = exact.log_softmax(logits) if exactly else logits.log_softmax(-1)
     chosen = values.gather(1, tokens[:, None]).squeeze(1).tolist()
     most = min(max((count or 0 for count in counts), default=0), logits.shape[1])
     best: list[Any] = [()] * len(chosen)

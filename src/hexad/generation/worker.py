@@ -59,7 +59,7 @@ class Worker:
         self.model, self.memory, self.pipeline = model, memory, pipeline
         shard = model.shard
         first = shard.tensor.rank == 0 and shard.context.rank == 0
-        self.sampler = Sampler(constrain) if model.inventory.last and first else None
+        self.sampler = Sampler(constrain, shard.exact) if model.inventory.last and first else None
         self._sending: deque[Pending] = deque(maxlen=pipeline.size)  # what is sent is kept
 
     @torch.inference_mode()
@@ -119,7 +119,8 @@ class Worker:
             logits = self._logits(hidden, rows, cache)
             if self.sampler is not None:
                 count = self.sampler.scoring(part.number)
-                logprobs += log_probabilities(logits, targets, [count] * len(targets))
+                counts = [count] * len(targets)
+                logprobs += log_probabilities(logits, targets, counts, self.sampler.exactly)
         return logprobs
 
     def _logits(self, hidden: Tensor, rows: Sequence[int], cache: StepCache) -> Tensor:

@@ -1,5 +1,7 @@
 """Self-attention with grouped key/value heads, over this rank's heads."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -11,11 +13,11 @@ from hexad.parallel.context.rounds import Tile, rounds
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
+from . import exact_attention, exact_ops, ops
 from .attention_inventory import AttentionSpec
 from .attention_kernels import choose
 from .dropout import Dropper, Site, adapter_dropper
 from .norms import Norm
-from .ops import rotate
 from .positions import Geometry
 from .recompute import recomputable
 
@@ -43,7 +45,7 @@ class Attention(nn.Module):
 
     def __init__(self, inventory: AttentionSpec, shard: Shard, layer: int) -> None:
         super().__init__()
-        self.layer, self.compiled = layer, shard.compiled
+        self.layer, self.compiled, self.exact = layer, shard.compiled, shard.exact
         self.ring, self.ulysses = shard.ring, shard.ulysses
         self.method = shard.method
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
@@ -93,13 +95,15 @@ class Attention(nn.Module):
             q, k = qk.split([heads, kv_heads], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         if where.cos is not None and where.sin is not None:
-            qk = rotate(qk, where.cos, where.sin, self.compiled)
+            qk = (exact_ops if self.exact else ops).rotate(qk, where.cos, where.sin, self.compiled)
         return qk
 
     def _core(self, qk: Tensor, v: Tensor, where: Geometry) -> Tensor:
         """``qk [tokens, heads + key/value heads, width]`` and ``v`` -> ``[tokens, heads * width]``."""
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         if where.cache is not None:
+            if self.exact:
+                k, v = exact_attention.on_grid(k, v)
             return where.cache.attend(self.layer, q, k, v, self.kernel)
         if where.slice is not None:
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)
@@ -107,7 +111,16 @@ class Attention(nn.Module):
         return self._attended(q, k, v, where)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
-        """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``, over the keys of the ring.
+        """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``, over the keys of the
+        ring."""
+        if not self.exact or where.queries is not None:
+            return self._over_ring(q, k, v, where)
+        slice_, scale, window = where.slice or where.spans.undivided, self.kernel.scale, self.kernel.window
+        exact = partial(exact_attention.attention, slice_=slice_, axis=self.ring, scale=scale, window=window)
+        return exact_ops.replaced(exact, partial(self._over_ring, where=where), q, k, v)
+
+    def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
+        """As :meth:`_attended`, in the usual arithmetic.
 
         In tiles where there are several ranks, and where probabilities are dropped: PyTorch's fused attention
         draws its own random numbers.

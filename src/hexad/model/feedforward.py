@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
+from . import exact_ops, ops
 from .dropout import Site, adapter_dropper
 from .feedforward_inventory import FeedForwardSpec
-from .ops import gelu, swiglu
 from .positions import Geometry
 
 
@@ -17,7 +17,7 @@ class FeedForward(nn.Module):
     def __init__(self, inventory: FeedForwardSpec, shard: Shard, layer: int) -> None:
         super().__init__()
         self.gated = inventory.gated
-        self.compiled = shard.compiled
+        self.compiled, self.exact = shard.compiled, shard.exact
         self.inner = ColumnParallelLinear(inventory.inner, shard)
         self.down = RowParallelLinear(inventory.down, shard)
         self.droppers = (
@@ -33,5 +33,6 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, where: Geometry) -> Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry."""
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
-        inner = self.inner(x, first)
-        return self.down(swiglu(inner, self.compiled) if self.gated else gelu(inner), second)
+        inner, functions = self.inner(x, first), exact_ops if self.exact else ops
+        activated = functions.swiglu(inner, self.compiled) if self.gated else functions.gelu(inner)
+        return self.down(activated, second)

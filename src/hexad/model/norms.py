@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from hexad.parallel.sharding import Shard, ShardedModule
 
+from . import exact_ops, ops
 from .norms_inventory import NormSpec
-from .ops import layer_norm, rms_norm
 
 
 class Norm(ShardedModule):
@@ -21,9 +21,10 @@ class Norm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``[..., width]``."""
+        functions = exact_ops if self.shard.exact else ops
         if self.kind == "layer":
-            return layer_norm(x, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps, self.shard.compiled)
+            return functions.layer_norm(x, self.weight, self.bias, self.eps)
+        return functions.rms_norm(x, self.weight, self.eps, self.shard.compiled)
 
     @property
     def vectors(self) -> tuple[nn.Parameter, ...]:

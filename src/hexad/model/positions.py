@@ -73,9 +73,15 @@ class Rotary:
     Frequencies, angles and factors are float32 in every precision, the convention of published checkpoints,
     and the same on every device: frequencies are computed on the host, sines and cosines in float64, because
     devices differ in the last bits of float32 ones.
+
+    Args:
+        model: whose positions.
+        device: of the factors.
+        exact: they do not depend on what is computed beside them, not even in the last bit.
     """
 
-    def __init__(self, model: ModelSettings, device: torch.device) -> None:
+    def __init__(self, model: ModelSettings, device: torch.device, exact: bool = False) -> None:
+        self._exact = exact
         width, scaling = model.rotary_width, model.rope_scaling
         periods = model.rope_theta ** (torch.arange(0, width, 2).float() / width)  # tokens per radian
         frequencies, long = 1.0 / periods, None
@@ -109,10 +115,21 @@ class Rotary:
         if self._long is not None:
             frequencies = torch.where((lengths() > self._short)[:, None, None], self._long, frequencies)
         angles = (positions.float()[:, None, None] * frequencies).double()
-        cos, sin = angles.cos().float(), angles.sin().float()
+        cos, sin = (part.float() for part in (_one_by_one(angles) if self._exact else (angles.cos(), angles.sin())))
         if self._amplitude != 1.0:
             cos, sin = cos * self._amplitude, sin * self._amplitude
         return cos.to(dtype), sin.to(dtype)
+
+
+def _one_by_one(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of float64 angles, by the C library: vectorised ones differ in their last bit with an
+    element's place."""
+    values = angles.flatten().tolist()
+    cos, sin = (
+        torch.tensor([function(value) for value in values], dtype=torch.float64, device=angles.device)
+        for function in (math.cos, math.sin)
+    )
+    return cos.view_as(angles), sin.view_as(angles)
 
 
 def _amplitude(scaling: RopeScaling) -> float:

@@ -37,7 +37,8 @@ class Residual:
         if rows is not None and self._in_one:
             return applied(_Add, x, branch, rows, self)
         branch = branch if rows is None else self.dropper(branch, rows)
-        return torch.add(x, branch, alpha=self.multiplier)
+        # Not add's alpha: whether that rounds once or twice depends on an element's place.
+        return x + (branch if self.multiplier == 1 else branch * self.multiplier)
 
     def add_and_normalise(
         self, x: Tensor, branch: Tensor, rows: Tensor | None, norm: Norm

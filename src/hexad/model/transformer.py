@@ -140,7 +140,7 @@ class Transformer(nn.Module):
         if stage.positions is not None:
             self.positions = Positions(stage.positions, shard)
         if stage.rotary:
-            self.rotary = Rotary(model, shard.device)
+            self.rotary = Rotary(model, shard.device, shard.exact)
         self.loss: nn.Module | None = None  # a user's
         self.layers = nn.ModuleDict()
         for position, number in enumerate(stage.layers):

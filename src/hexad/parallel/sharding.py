@@ -37,6 +37,7 @@ class Shard:
             rank that keeps only its shard never holds a complete model.
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
         fp8_weight_gradients: where they do, their weights' gradients too.
+        exact: results do not depend on the layout or the batch, see :mod:`hexad.parallel.exact`.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
         chunks: of tokens, see ``parallel.tensor_chunks``.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
@@ -50,6 +51,7 @@ class Shard:
     deferred: bool = False
     fp8: bool = False
     fp8_weight_gradients: bool = False
+    exact: bool = False
     compiled: bool = False
     chunks: int = 1
     method: Literal["ring", "all_gather"] = "ring"

@@ -454,6 +454,17 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             "precision.fp8_weight_gradients",
             f"found true with precision.dtype {settings.dtype}; it needs dtype fp8: remove it",
         )
+    if settings.exact and settings.dtype in ("fp64", "fp8"):
+        yield ConfigError(
+            "precision.exact",
+            f"found true with precision.dtype {settings.dtype}; it computes fp32, bf16 and fp16: use one of "
+            "these",
+        )
+    if settings.exact and config.run.compile == "full":
+        yield ConfigError(
+            "precision.exact",
+            "found true with run.compile full, which would join operations; use pointwise or none",
+        )
     scaled, dynamic = settings.dtype == "fp16", settings.loss_scale == "dynamic"
     fields = type(settings).model_fields
     for name in (name for name in fields if name.startswith("loss_scale")):

@@ -71,7 +71,7 @@ class Round:
         return token_count(self.receive)
 
 
-class _Segment(NamedTuple):
+class Segment(NamedTuple):
     """Tokens of one run in one document.
 
     Attributes:
@@ -133,25 +133,25 @@ def _placed(tile: Tile, received: Sequence[Run]) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def _parts(slice_: Slice, rank: int) -> tuple[_Segment, ...]:
+def segments(slice_: Slice, rank: int) -> tuple[Segment, ...]:
     """The tokens of a rank, by document."""
-    segments, row, document = [], 0, 0
+    runs, row, document = [], 0, 0
     bounds = slice_.bounds
     for begin, end in slice_.runs[rank]:
         while begin < end:
             while bounds[document + 1] <= begin:
                 document += 1
             last = min(end, bounds[document + 1])
-            segments.append(_Segment(document, begin, last, row))
+            runs.append(Segment(document, begin, last, row))
             begin, row = last, row + last - begin
-    return tuple(segments)
+    return tuple(runs)
 
 
 @lru_cache(maxsize=1024)
 def _tiles(slice_: Slice, rank: int, source: int, window: int | None, contiguous: bool) -> tuple[Tile, ...]:
-    queries, keys = _parts(slice_, rank), _parts(slice_, source)
+    queries, keys = segments(slice_, rank), segments(slice_, source)
     if window is not None or contiguous:
-        by_document: dict[int, list[_Segment]] = {}
+        by_document: dict[int, list[Segment]] = {}
         for key in keys:
             by_document.setdefault(key.document, []).append(key)
         pairs = [(query, key) for query in queries for key in by_document.get(query.document, ())]
@@ -160,7 +160,7 @@ def _tiles(slice_: Slice, rank: int, source: int, window: int | None, contiguous
     return _own(queries) if rank == source else _others(queries, keys)
 
 
-def _own(parts: Sequence[_Segment]) -> tuple[Tile, ...]:
+def _own(parts: Sequence[Segment]) -> tuple[Tile, ...]:
     """A rank's queries with its own keys: those of one document are neighbours in ascending order, so that a
     causal block for each document is right, whatever other ranks have between them."""
     total = parts[-1].row + parts[-1].end - parts[-1].begin
@@ -169,7 +169,7 @@ def _own(parts: Sequence[_Segment]) -> tuple[Tile, ...]:
     return (Tile((*rows, total), (*rows, total), True),)
 
 
-def _others(queries: Sequence[_Segment], keys: Sequence[_Segment]) -> tuple[Tile, ...]:
+def _others(queries: Sequence[Segment], keys: Sequence[Segment]) -> tuple[Tile, ...]:
     """A rank's queries with the keys of another: runs of queries that see the same keys are one tile."""
     tiles: list[Tile] = []
     at = 0
@@ -189,7 +189,7 @@ def _others(queries: Sequence[_Segment], keys: Sequence[_Segment]) -> tuple[Tile
     return tuple(tiles)
 
 
-def _between(query: _Segment, key: _Segment, window: int | None) -> Tile | None:
+def _between(query: Segment, key: Segment, window: int | None) -> Tile | None:
     """One run of queries with one run of keys; None where they do not see each other."""
     behind = query.begin - key.begin
     rows, columns = query.end - query.begin, key.end - key.begin

@@ -26,6 +26,7 @@ from hexad.comm import (
 )
 from hexad.topology.mesh import Axis
 
+from .. import exact
 from ..contributions import applied, bias_gradient, deferred, meanwhile, weight_gradient
 from ..sharding import Shard, ShardedModule
 from . import fp8, packed
@@ -77,6 +78,20 @@ class Adapters:
         for part, b, (start, width) in zip(self._parts(inner), self.b, self.columns):
             y.narrow(1, start, width).addmm_(part, b.t(), alpha=self.scale)
         return inner
+
+    def add_exactly_(self, y: Tensor, x: Tensor, shard: Shard | None = None) -> Tensor:
+        """As :meth:`add_`, in exact arithmetic; with a shard, ``y`` is complete, and ``x`` and ``A`` are
+        summed over its tensor ranks."""
+        dropped = self.dropped(x)
+        if shard is None:
+            whole = exact.product(dropped, self.a)
+        else:
+            whole = exact.product(
+                dropped, self.a, axis=shard.tensor, total=partial(_over_ranks, shard=shard)
+            )
+        for part, b, (start, width) in zip(self._parts(whole), self.b, self.columns):
+            y.narrow(1, start, width).add_(exact.product(part, b) * self.scale)
+        return whole if shard is None else self.inner(x)
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of :meth:`inner`, given ``[tokens, outputs]``, that of the layer's output."""
@@ -154,6 +169,8 @@ Fused = tuple[Tensor, Tensor | None]
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
     """``x [tokens, in]``, ``weight [out, in]`` -> ``x W^T + b`` of this rank, in the layer's format."""
+    if shard.exact:
+        return exact.product(x, weight, bias)
     if weight.is_mkldnn:
         return packed.product(x, weight, bias)
     return fp8.product(x, weight, bias, shard.compiled) if shard.fp8 else F.linear(x, weight, bias)
@@ -186,7 +203,7 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     widths = [weight.shape[0] for weight, _ in layers]
     y = x.new_empty((x.shape[0], sum(widths)))
     for part, (weight, bias) in zip(y.split_with_sizes(widths, 1), layers):
-        if shard.fp8 or weight.is_mkldnn:
+        if shard.exact or shard.fp8 or weight.is_mkldnn:
             part.copy_(_product(x, weight, bias, shard))
         elif bias is None:
             torch.mm(x, weight.t(), out=part)
@@ -197,7 +214,7 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
 
 def _chunks(rows: int, shard: Shard, adapters: Adapters | None) -> list[int]:
     """How many rows of a rank are in each run that has its own message."""
-    if shard.tensor.size == 1 or adapters is not None or shard.fp8:  # one mask, one scale
+    if shard.tensor.size == 1 or adapters is not None or shard.fp8 or shard.exact:  # one mask, one scale
         return [rows]
     count = max(1, min(shard.chunks, rows))
     return [rows * (number + 1) // count - rows * number // count for number in range(count)]
@@ -247,6 +264,11 @@ def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[in
     return y
 
 
+def _over_ranks(y: Tensor, shard: Shard) -> Tensor:
+    """``y [tokens, out]`` summed over the tensor ranks, and scattered over tokens in sequence parallel."""
+    return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
+
+
 def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], shard: Shard) -> Tensor:
     """The sum of all layers' gradients of their input, ``[tokens, in]``."""
     total = _input_gradient(gradients[0], layers[0][0], shard)
@@ -281,7 +303,8 @@ class _ColumnLinear(torch.autograd.Function):
         else:
             whole = all_gather(x, shard.tensor) if shard.sequence else x
             y = _products(whole, ctx.layers, shard)
-            inner = None if adapters is None else adapters.add_(y, whole)
+            if adapters is not None:
+                inner = (adapters.add_exactly_ if shard.exact else adapters.add_)(y, whole)
         ctx.save_for_backward(None if _trained(ctx.layers, adapters) is None else x, inner)
         return y
 
@@ -353,9 +376,14 @@ class _RowLinear(torch.autograd.Function):
         if len(chunks) > 1:
             ctx.save_for_backward(kept, None)
             return _summed_product(x, weight, shard, chunks)
+        if shard.exact:
+            y = exact.product(x, weight, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
+            inner = None if adapters is None else adapters.add_exactly_(y, x, shard)
+            ctx.save_for_backward(kept, inner)
+            return y
         y = _product(x, weight, None, shard)
         ctx.save_for_backward(kept, None if adapters is None else adapters.add_(y, x))
-        return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
+        return _over_ranks(y, shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

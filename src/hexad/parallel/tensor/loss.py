@@ -19,6 +19,7 @@ from torch import Tensor
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
 
+from .. import exact
 from ..contributions import WeightGradient, accumulator_of
 from ..pointwise import maybe_compiled, widened
 from ..sharding import Shard
@@ -45,7 +46,9 @@ def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def token_losses_(logits: Tensor, labels: Tensor, vocab: int, axis: Axis, scale: float | None) -> Tensor:
+def token_losses_(
+    logits: Tensor, labels: Tensor, vocab: int, axis: Axis, scale: float | None, exactly: bool = False
+) -> Tensor:
     """``-log softmax(logits)[label]`` of every token, in nats; 0 where it has no label.
 
     Each rank works relative to its own maximum, so that its logits are read once before anything is sent.
@@ -57,6 +60,7 @@ def token_losses_(logits: Tensor, labels: Tensor, vocab: int, axis: Axis, scale:
         vocab: real vocabulary size; columns beyond it are ignored.
         axis: the tensor axis.
         scale: see ``logits``.
+        exactly: the losses depend neither on the ranks nor on other tokens, see :mod:`hexad.parallel.exact`.
 
     Returns:
         ``[tokens]`` in the logits' format, equal on all ranks of the axis.
@@ -67,17 +71,24 @@ def token_losses_(logits: Tensor, labels: Tensor, vocab: int, axis: Axis, scale:
     rows, here = _rows(labels, first, real)
     rows, ignored = rows.masked_fill_(~here, 0), labels == IGNORED
     targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
-    local_highest, sums = _exponentials(logits)
-    highest = all_reduce(local_highest.clone(), axis, "max")
-    shift = (local_highest - highest).exp_()
-    sums, targets = all_reduce(torch.stack([sums * shift, targets]), axis)
+    if exactly:
+        normaliser, exponentials, total = exact.log_normaliser(logits, vocab, axis)
+        logits.copy_(exponentials)
+        losses = (normaliser.squeeze(1) - all_reduce(targets, axis).double()).to(logits.dtype)
+        sums, shift = total.squeeze(1).to(logits.dtype), torch.ones_like(losses)
+    else:
+        local_highest, sums = _exponentials(logits)
+        highest = all_reduce(local_highest.clone(), axis, "max")
+        shift = (local_highest - highest).exp_()
+        sums, targets = all_reduce(torch.stack([sums * shift, targets]), axis)
+        losses = sums.log() + highest - targets
     if scale is not None:
         weight = torch.full_like(sums, scale).masked_fill_(ignored, 0)
         logits.mul_((shift / sums).mul_(weight)[:, None])
         # One element of each row: no need to add by atomic operations, as scatter_add_ does.
         at = rows[:, None]
         logits.scatter_(1, at, logits.gather(1, at).sub_(weight.mul_(here)[:, None]))
-    return (sums.log() + highest - targets).masked_fill_(ignored, 0)
+    return losses.masked_fill_(ignored, 0)
 
 
 @torch.no_grad()
@@ -244,17 +255,19 @@ def _logits(
     x: Tensor, weight: Tensor, labels: Tensor, vocab: int, shard: Shard, scale: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """(loss, gradient of the logits ``[tokens, columns]``) of one slice; statistics in at least float32."""
-    logits = x @ weight.t()
+    logits = exact.product(x, weight) if shard.exact else x @ weight.t()
     if shard.compiled:
         loss = compiled_cross_entropy_sum_(logits, labels, vocab, shard.tensor, scale)
         return loss, None if scale is None else logits
     wide = widened(logits)
     del logits
-    loss = token_losses_(wide, labels, vocab, shard.tensor, scale).sum()
+    loss = token_losses_(wide, labels, vocab, shard.tensor, scale, shard.exact).sum()
     return loss, None if scale is None else wide.to(x.dtype)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, axis: Axis) -> Tensor:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocab: int, axis: Axis, exactly: bool = False
+) -> Tensor:
     """The loss of every token by plain autograd, in nats, in at least float32; the same on all tensor ranks.
 
     Args:
@@ -262,21 +275,24 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, axis: Axis) -> Ten
         labels: int64 ``[...]``, global token ids; -100 marks a token without a target.
         vocab: real vocabulary size; columns beyond it are ignored.
         axis: the tensor axis.
+        exactly: see :func:`token_losses_`.
 
     Returns:
         ``[...]``; 0 where there is no target.
     """
-    losses: Tensor = _CrossEntropy.apply(logits, labels, vocab, axis)
+    losses: Tensor = _CrossEntropy.apply(logits, labels, vocab, axis, exactly)
     return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, vocab: int, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, vocab: int, axis: Axis, exactly: bool
+    ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
         wanted = ctx.needs_input_grad[0]
-        losses = token_losses_(rows, target.flatten(), vocab, axis, 1.0 if wanted else None)
+        losses = token_losses_(rows, target.flatten(), vocab, axis, 1.0 if wanted else None, exactly)
         ctx.dtype = logits.dtype
         ctx.save_for_backward(rows if wanted else None)  # they are the losses' gradient now
         return losses.view(target.shape)
@@ -285,4 +301,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         scaled = rows * gradient.reshape(-1, 1)
-        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None, None
+        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None, None, None

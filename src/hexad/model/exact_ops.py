@@ -1,0 +1,118 @@
+"""The pointwise operations of a transformer in ``precision.exact``: those of :mod:`hexad.model.ops`, with the
+same arguments, by :mod:`hexad.parallel.exact`. A token's results are the same bits whatever is computed beside
+it, and wherever.
+
+Backward passes are the ordinary ones, of the ordinary functions computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexad.parallel import exact
+from hexad.parallel.contributions import applied
+
+from . import ops
+from .recompute import recomputable
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], usual: Callable[..., Tensor], *rest: Any) -> Tensor:
+        # Gradients of parameters are contributed by what they are found in.
+        ctx.places = [place for place, part in enumerate(rest) if type(part) is Tensor]
+        ctx.save_for_backward(*(rest[place] for place in ctx.places))
+        ctx.usual = usual
+        ctx.rest = [None if type(part) is Tensor else part for part in rest]
+        return function(*rest)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given, wanted = list(ctx.rest), ctx.needs_input_grad[2:]
+        for place, tensor in zip(ctx.places, ctx.saved_tensors):
+            given[place] = tensor.detach().requires_grad_(wanted[place])
+        with torch.enable_grad():
+            result = ctx.usual(*given)
+        inputs = [part for part, needed in zip(given, wanted) if needed]
+        made = iter(torch.autograd.grad(result, inputs, gradient, allow_unused=True))
+        return None, None, *(next(made) if needed else None for needed in wanted)
+
+
+def replaced(function: Callable[..., Tensor], usual: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """What ``function`` makes of the arguments; the backward pass is that of ``usual``, which computes the
+    same, but for rounding, and runs again in it."""
+    result: Tensor = applied(_Replaced, function, usual, *arguments)
+    return result
+
+
+# Norms
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    scale = 1.0 / (exact.mean(wide * wide) + eps).sqrt()
+    return (wide * scale).to(x.dtype) * weight
+
+
+@recomputable
+def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
+    """As :func:`hexad.model.ops.rms_norm`."""
+    return replaced(_rms, ops.rms_norm, x, weight, eps)
+
+
+def _layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    wide = wide - exact.mean(wide)
+    scale = 1.0 / (exact.mean(wide * wide) + eps).sqrt()
+    return (wide * scale * weight.double() + bias.double()).to(x.dtype)
+
+
+@recomputable
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """As :func:`hexad.model.ops.layer_norm`."""
+    return replaced(_layer, ops.layer_norm, x, weight, bias, eps)
+
+
+# Activations and rotary positions
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * exact.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+@recomputable
+def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
+    """As :func:`hexad.model.ops.swiglu`."""
+    return replaced(_swiglu, ops.swiglu, gate_up)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    wide = x.float()
+    # tanh(u) = 2 sigmoid(2 u) - 1
+    inner = (wide + wide * wide * wide * 0.044715) * (2 * math.sqrt(2 / math.pi))
+    return (wide * exact.sigmoid(inner)).to(x.dtype)
+
+
+@recomputable
+def gelu(x: Tensor) -> Tensor:
+    """As :func:`hexad.model.ops.gelu`."""
+    return replaced(_gelu, ops.gelu, x)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].float().chunk(2, dim=-1)
+    cos, sin = cos.float(), sin.float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
+    """As :func:`hexad.model.ops.rotate`."""
+    return replaced(_rotated, ops.rotate, x, cos, sin)

@@ -1,0 +1,224 @@
+"""Sums and functions whose results depend neither on the order of additions nor on what is computed beside
+them (``precision.exact``): the same bits in every layout, for every batch, by any library's products.
+
+A floating-point sum depends on its order because it is rounded on the way. So terms are first rounded to
+multiples of a common unit, small enough for the result's accuracy and so large that every partial sum is a
+whole number of units below 2^53: then float64 adds without rounding, in any order, in whatever tiles a matrix
+product works, on however many ranks (the error-free splitting of Ozaki et al., Numer. Algorithms 59, 2012;
+reproducible sums: Demmel & Nguyen, ARITH 2013). Units follow from maxima, which have no order either.
+
+Functions are made of additions, multiplications, divisions and roots, one PyTorch operator each, whose
+results IEEE 754 defines: PyTorch's own ``exp`` differs in its last bit between the elements of a vector
+register and those that are left over at the end of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hexad.comm import all_reduce
+from hexad.topology.mesh import Axis
+
+DIGITS = 53
+"""Binary digits of a float64."""
+_ALONE = Axis("tensor")
+_CHUNK = 1 << 21
+"""Elements of a weight that are converted at a time: 16 MiB of float64."""
+_ROWS = 256
+"""Of inputs that are multiplied at a time, so that what is made of them stays in the processor's caches."""
+
+Total = Callable[[Tensor], Tensor]
+"""Adds up what the ranks of an axis have."""
+
+
+def digits_of(number: int) -> int:
+    """The least ``n`` with ``2^n >= number``: by so many binary digits a sum of ``number`` terms grows."""
+    return max(0, number - 1).bit_length()
+
+
+def power(x: Tensor) -> Tensor:
+    """The largest powers of two not above the absolute values of float64 ``x``; 0 of 0, and not a number
+    where ``x`` is none, or infinite."""
+    exponent = x.view(torch.int64) & 0x7FF0000000000000
+    return exponent.view(torch.float64) + (x - x)
+
+
+def rounded(x: Tensor, unit: Tensor | float) -> Tensor:
+    """Float64 ``x`` as multiples of ``unit``, a power of two; ``x`` is less than ``2^51`` units. The nearest
+    ones, of two as near the even."""
+    shift = unit * (1.5 * 2.0 ** (DIGITS - 1))
+    return x.add(shift).sub_(shift)
+
+
+def top(x: Tensor, axis: Axis = _ALONE) -> Tensor:
+    """``[..., 1]`` float64: the power of two of each row's largest absolute value, over an axis's ranks."""
+    if x.shape[-1] == 0:
+        return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float64)
+    largest = x.abs().amax(-1, keepdim=True).double()
+    return power(all_reduce(largest, axis, "max") if axis.size > 1 else largest)
+
+
+def split(x: Tensor, unit: Tensor, digits: int, parts: int) -> list[Tensor]:
+    """Float64 ``x`` as a sum of parts: the first of multiples of ``unit``, each other one of a unit ``2^digits``
+    times smaller; what remains is dropped."""
+    made = [rounded(x, unit)]
+    for _ in range(parts - 1):
+        x, unit = x - made[-1], unit * 2.0**-digits
+        made.append(rounded(x, unit))
+    return made
+
+
+# Sums
+
+
+def row_sum(x: Tensor, unit: Tensor | float, axis: Axis = _ALONE) -> Tensor:
+    """``[..., 1]``: the sums of float64 rows, over an axis's ranks. ``unit`` is that of the terms: no sum has
+    ``2^53`` of them."""
+    total = rounded(x, unit).sum(-1, keepdim=True)
+    return all_reduce(total, axis) if axis.size > 1 else total
+
+
+def mean(x: Tensor) -> Tensor:
+    """``[..., 1]``: the means of float64 rows."""
+    count = x.shape[-1]
+    return row_sum(x, top(x) * 2.0 ** (digits_of(count) + 2 - DIGITS)) / count
+
+
+# Products
+
+_WEIGHT_DIGITS = {torch.float32: (24, 2), torch.bfloat16: (16, 1), torch.float16: (16, 1)}
+"""By an input's format: binary digits to which a weight is rounded, relative to the largest of those that one
+output is computed from, and the parts into which the input is split."""
+
+
+def weight_on_grid(weight: Tensor, dtype: torch.dtype, axis: Axis = _ALONE) -> Tensor:
+    """``[out, in]`` float64: the weight as products of inputs in ``dtype`` use it. With an axis, ``weight``
+    has this rank's columns."""
+    wide = weight.double()
+    return rounded(wide, top(wide, axis) * 2.0 ** (1 - _WEIGHT_DIGITS[dtype][0]))
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    axis: Axis = _ALONE,
+    total: Total | None = None,
+) -> Tensor:
+    """``x [tokens, in]``, ``weight [out, in]`` -> ``x W^T + b`` in the format of ``x``, with an error like
+    that of a product in float32, or for 16-bit formats below that of rounding the result.
+
+    Args:
+        x: float32, bfloat16 or float16.
+        weight: in that format, or float64 from :func:`weight_on_grid`.
+        bias: ``[out]``.
+        axis: whose ranks have other columns of ``x`` and ``weight``.
+        total: adds up their products, float64 ``[tokens, out]``; may keep only some of the tokens.
+    """
+    weight_digits, parts = _WEIGHT_DIGITS[x.dtype]
+    digits = DIGITS - weight_digits - digits_of(x.shape[1] * axis.size)
+    unit = top(x, axis) * 2.0 ** (1 - digits)
+    tops = None if weight.dtype == torch.float64 else top(weight, axis) * 2.0 ** (1 - weight_digits)
+    sums = [unit.new_empty((len(x), len(weight))) for _ in range(parts)] if total is not None else []
+    y = x.new_empty((len(x), len(weight))) if total is None else None
+    step = max(1, _CHUNK // max(1, weight.shape[1]))
+    for begin in range(0, len(weight), step):
+        columns = slice(begin, begin + step)
+        turned = (weight[columns] if tops is None else rounded(weight[columns].double(), tops[columns])).t()
+        for first in range(0, len(x), _ROWS):
+            rows = slice(first, first + _ROWS)
+            pieces = split(x[rows].double(), unit[rows], digits, parts)
+            if y is None:
+                for piece, whole in zip(pieces, sums):
+                    torch.mm(piece, turned, out=whole[rows, columns])
+            else:
+                made = torch.mm(torch.cat(pieces), turned).chunk(parts)
+                y[rows, columns] = _added(made, None if bias is None else bias[columns])
+    return y if y is not None else _added([total(part) for part in sums], bias).to(x.dtype)  # type: ignore
+
+
+def _added(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    """The sum of a product's parts, and the bias, in this order."""
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole + part
+    return whole if bias is None else whole + bias.double()
+
+
+# Functions
+
+_LOG2_E = 1.4426950408889634
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # the first has few digits: n * it is not rounded
+_MAGIC = 1.5 * 2.0**23  # added to a float32, it leaves the nearest whole number in the last digits
+_EXP = [1 / math.factorial(n) for n in range(8)]
+
+
+def exp(x: Tensor) -> Tensor:
+    """``e^x`` of float32 up to 88, to about 2 units in the last place; 0 below -87. By Cody and Waite's
+    reduction to ``2^n e^r``, ``|r| <= ln(2) / 2``, and the series of ``e^r``."""
+    below = x < -87.0
+    n = x.clamp(-87.0, 88.0).mul_(_LOG2_E).add_(_MAGIC)
+    power_bits = n.view(torch.int32) << 23
+    n.sub_(_MAGIC)
+    r = x.clamp(-87.0, 88.0).sub_(n * _LN2_HIGH).sub_(n.mul_(_LN2_LOW))
+    y = r * _EXP[7]
+    for coefficient in _EXP[6:0:-1]:
+        y.add_(coefficient).mul_(r)
+    y.add_(1.0)
+    y.view(torch.int32).add_(power_bits)
+    return y.masked_fill_(below, 0.0)
+
+
+_SQRT_HALF = math.sqrt(0.5)
+
+
+def log(x: Tensor) -> Tensor:
+    """The natural logarithm of positive float64, to about ``2^-50``: of ``2^n m``, ``n ln(2)`` and the series
+    of ``2 artanh((m - 1) / (m + 1))``."""
+    whole = power(x)
+    m = x / whole  # [1, 2)
+    n = ((whole.view(torch.int64) >> 52) - 1023).double()
+    large = m > 2 * _SQRT_HALF
+    m, n = torch.where(large, m * 0.5, m), torch.where(large, n + 1, n)
+    u = (m - 1) / (m + 1)
+    square = u * u
+    y = torch.full_like(u, 1 / 25)
+    for odd in range(23, 0, -2):
+        y = y * square + 1 / odd
+    return n * math.log(2) + y * u * 2
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + e^-x)`` of float32."""
+    return 1.0 / (exp(-x) + 1.0)
+
+
+# Softmax over a vocabulary
+
+
+def log_normaliser(logits: Tensor, vocab: int, axis: Axis = _ALONE) -> tuple[Tensor, Tensor, Tensor]:
+    """What log-probabilities are relative to.
+
+    Args:
+        logits: float32 ``[tokens, columns]``, this rank's of an axis; -inf in padding.
+        vocab: real columns of all ranks.
+        axis: of the ranks.
+
+    Returns:
+        float64 ``[tokens, 1]``, the logarithm of the sum of all exponentials: a token's log-probability is
+        its logit less that; and relative to the highest logit, exponentials ``[tokens, columns]`` and their
+        sum ``[tokens, 1]``.
+    """
+    highest = all_reduce(logits.amax(-1, keepdim=True), axis, "max")
+    exponentials = exp(logits - highest)
+    total = row_sum(exponentials.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS), axis)
+    return highest.double() + log(total), exponentials, total
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities of all columns of float32 ``[tokens, vocab]``."""
+    return (logits.double() - log_normaliser(logits, logits.shape[1])[0]).float()

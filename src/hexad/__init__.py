@@ -6,6 +6,7 @@ Functions::
     train(config, callbacks=...)      what ``hexad train`` does, in this process
     generate(source, prompts, ...)    continue prompts with a run, a checkpoint or ``hf:DIR``
     evaluate(source, data, ...)       loss, perplexity and bits per byte
+    score(source, sequences)          log-probabilities of given tokens
     launch(config)                    join the world, for a custom loop around an Engine
     parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
     pipeline(module, mesh, ...)       divide it into pipeline stages
@@ -43,6 +44,7 @@ _PUBLIC = {
     "load_config": "hexad.model.configuration",
     "parallelize": "hexad.conversion.parallelize",
     "pipeline": "hexad.conversion.pipeline",
+    "score": "hexad.api",
     "train": "hexad.api",
 }
 
@@ -65,11 +67,12 @@ __all__ = [
     "load_config",
     "parallelize",
     "pipeline",
+    "score",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from hexad.api import evaluate, generate, train
+    from hexad.api import evaluate, generate, score, train
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
     from hexad.conversion.parallelize import clip_grad_norm_, parallelize

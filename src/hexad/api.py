@@ -1,5 +1,5 @@
-"""The functions behind ``hexad.train``, ``hexad.generate`` and ``hexad.evaluate``: what the commands of these
-names do, in this process. It joins the world that torchrun or SLURM has started it in, or is a world of one;
+"""The functions behind ``hexad.train``, ``hexad.generate``, ``hexad.evaluate`` and ``hexad.score``: what the
+commands of these names do, in this process. It joins the world that torchrun or SLURM has started it in, or is a world of one;
 in a world of several ranks all of them call the same function with the same arguments."""
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from typing import Any, Unpack
 
 from hexad.config import Config, HexadError
 from hexad.engine.evaluation import Progress, Score, evaluate_weights
+from hexad.engine.scoring import Scorer, check_sequence
 from hexad.generation.generator import Generator
 from hexad.generation.prompts import Prompt
 from hexad.generation.texts import Continuation, Settings, asked, wanted
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch
 from hexad.model.configuration import load_config
-from hexad.planning.saved_model import evaluated_model, find_model
+from hexad.planning.saved_model import evaluated_model, find_model, scored_model
 from hexad.training.callbacks import Callback, Outcome
 from hexad.training.loop import train as train_run
 
-__all__ = ["evaluate", "generate", "train"]
+__all__ = ["evaluate", "generate", "score", "train"]
 
 
 def train(
@@ -112,3 +113,27 @@ def evaluate(
     model, tokenizer = evaluated_model(find_model(str(source)), sets, overrides, environment().world)
     with launch(model.config) as run:
         return evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, batches, progress)
+
+
+def score(
+    source: str | Path, sequences: Sequence[Sequence[int]], *, overrides: Iterable[str] = ()
+) -> list[list[float]]:
+    """Log-probabilities of given sequences by the training forward pass of a saved model.
+
+    Args:
+        source: a run, a checkpoint, or ``hf:DIR``.
+        sequences: ids of tokens, at least one each.
+        overrides: of the saved settings, as in ``parallel.tensor=2`` or ``precision.exact=true``.
+
+    Returns:
+        of each sequence, for every token but the first, its log-probability given those before it, in nats;
+        the same on every rank.
+
+    Raises:
+        HexadError: the model or a sequence cannot be used.
+    """
+    saved = scored_model(find_model(str(source)), overrides, environment().world)
+    for number, ids in enumerate(sequences, 1):
+        check_sequence(ids, f"sequence {number}", int(saved.config.model.vocab), saved.most_positions)
+    with launch(saved.config) as run:
+        return Scorer(run.resolved, run.mesh, saved.weights).scores(sequences)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ import click
 from hexad.config import ConfigError, HexadError
 from hexad.generation.requests import MOST_LOGPROBS
 
-from .options import json_option, nproc_option, overrides_argument, run_ranks
+from .options import exact_option, exactly, json_option, nproc_option, overrides_argument, run_ranks
 
 if TYPE_CHECKING:
     from hexad.generation.generator import Generator
@@ -88,9 +87,12 @@ _TOP = click.IntRange(0, MOST_LOGPROBS)
 @click.option("--prompt-logprobs", is_flag=True, help="Write those of the prompt's tokens but the first.")
 @click.option("--top-logprobs", type=_TOP, default=0, help="Beside each, so many of the most likely tokens.")
 @click.option("--schema", metavar="FILE.json", help="Write JSON of this schema only.")
+@exact_option
 @nproc_option("tensor")
 @json_option
-def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None, **options: Any) -> int:
+def generate(
+    source: str, nproc: int, prompt: tuple[str, ...], file: str | None, exact: bool, **options: Any
+) -> int:
     """Continue prompts. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
 
     The model is sharded over --nproc tensor-parallel ranks; with parallel.pipeline=2 over half as many in
@@ -103,6 +105,7 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
 
     nproc = environment().world if environment().joined else nproc
     request = {**options, "checkpoint": find_model(source), "nproc": nproc, "file": file}
+    request["overrides"] = exactly(options["overrides"], exact)
     request["prompts"] = [{"prompt": text} for text in prompt]
     request["schema"] = _schema(options["schema"])
     if options["output"] is not None and options["as_json"]:
@@ -239,6 +242,8 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
     """Write texts to the file as they end."""
     from hexad.generation.files import TextFile, digest, row
 
+    from .progress import TokenProgress
+
     source = request["checkpoint"]
     # Settings of layout and cache change no text.
     settings = [text for text in request["overrides"] if not text.startswith(("parallel.", "inference."))]
@@ -248,7 +253,10 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
         for number, prompt in enumerate(_prompts(request))
         for sample in range(wanted.samples)
     }
-    with TextFile(request["output"]) as file, _Progress(len(digests), len(file.known)) as progress:
+    with (
+        TextFile(request["output"]) as file,
+        TokenProgress("texts", len(digests), len(file.known)) as progress,
+    ):
         file.check(digests)
         done = frozenset(file.known)
         missing = (
@@ -258,40 +266,5 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
         )
         for prompt, text in generator.written(missing):
             file.add(row(prompt, text, wanted), digest(text.number, prompt, text.sample, model, wanted))
-            progress.add(len(text.tokens))
+            progress.add(1, len(text.tokens))
     click.echo(progress.summary(request["output"]), err=True)
-
-
-class _Progress:
-    """A bar on stderr of texts, with tokens per second; hidden where that is no terminal."""
-
-    def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._bar.add_task("texts", total=total, completed=done, rate="")
-        self._began, self._tokens, self._before, self._texts = time.monotonic(), 0, done, 0
-
-    def add(self, tokens: int) -> None:
-        """Count a text of so many tokens."""
-        self._tokens += tokens
-        self._texts += 1
-        self._bar.update(self._task, advance=1, rate=f"{self._rate():,.0f} tokens/s")
-
-    def _rate(self) -> float:
-        return self._tokens / max(1e-9, time.monotonic() - self._began)
-
-    def summary(self, path: str) -> str:
-        """What was done, for the end."""
-        before = f" ({self._before:,} were there)" if self._before else ""
-        return f"{path}: {self._texts:,} texts{before}, {self._tokens:,} tokens, {self._rate():,.0f} tokens/s"
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()

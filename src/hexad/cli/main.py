@@ -19,6 +19,7 @@ _COMMANDS = {
     "train": ("hexad.cli.train", "train", "Train a model from a configuration."),
     "megatron": ("hexad.cli.megatron", "megatron", "Train by a launch line of Megatron-LM."),
     "evaluate": ("hexad.cli.evaluate", "evaluate", "Loss and bits per byte of a model on data sets."),
+    "score": ("hexad.cli.score", "score", "Log-probabilities of given tokens."),
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
     "serve": ("hexad.cli.serve", "serve", "Answer requests of OpenAI's interface with a model."),
     "data": ("hexad.cli.data", "data", "Build and inspect datasets."),

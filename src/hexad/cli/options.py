@@ -29,6 +29,18 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 
 
+exact_option = click.option(
+    "--exact",
+    is_flag=True,
+    help="The same bits in every layout and batch, those of training: precision.exact=true.",
+)
+
+
+def exactly(overrides: tuple[str, ...], exact: bool) -> tuple[str, ...]:
+    """The overrides, with what ``--exact`` stands for."""
+    return (*overrides, "precision.exact=true") if exact else overrides
+
+
 def nproc_option(axis: str) -> Callable[[Command], Command]:
     """``--nproc`` of commands that start one rank by default and divide more along ``axis``."""
     return click.option(

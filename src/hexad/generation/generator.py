@@ -203,7 +203,7 @@ class Generator:
             self._warned = True
             made = f"the model was made for {positions} (model.max_positions)"
             self.warn(f"prompt and new tokens reach {longest} positions, {made}")
-        if not family(model.family).rotary and longest > int(model.max_positions):
+        if longest > (self.saved.most_positions or longest):
             raise ConfigError("--tokens", f"{texts} the model's {model.max_positions} positions")
         if longest > self.capacity:
             problem = f"{texts} the cache's {self.capacity} tokens (inference.cache_tokens)"

@@ -46,6 +46,12 @@ class SavedModel:
         """What :func:`hexad.checkpoint.base.load_model_weights` loads."""
         return self.source if hugging_face_directory(self.source) is not None else Path(self.source)
 
+    @property
+    def most_positions(self) -> int | None:
+        """Tokens of a sequence at most, where the model has a table of positions."""
+        model = self.config.model
+        return None if family(model.family).rotary else int(model.max_positions)
+
     def tokenizer(self) -> Tokenizer:
         """Load ``data.tokenizer``: another one than in training is accepted if the model has all its ids.
 
@@ -161,6 +167,26 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
     return config.model_copy(update={"parallel": parallel, "data": data, "batch": batch})
 
 
+def scored_model(
+    source: str, overrides: Iterable[str], ranks: int, data: Mapping[str, Any] | None = None
+) -> SavedModel:
+    """A saved model, configured for the training forward pass on so many ranks: data-parallel unless
+    overridden.
+
+    ``source`` is from :func:`find_model`; ``data`` replaces single settings of ``data``.
+
+    Raises:
+        HexadError: it cannot be read, or the overrides do not fit it or the ranks.
+    """
+    groups: dict[str, dict[str, Any]] = {
+        name: {} for name in ("parallel", "memory", "validate", "checkpoint")
+    }
+    model = saved_model(source, overrides, groups, data)
+    config = _divisible(model.config, ranks)
+    resolve(config, planned_layout(config, ranks))
+    return replace(model, config=config)
+
+
 def evaluated_model(
     source: str, data: Mapping[str, Any], overrides: Iterable[str], ranks: int
 ) -> tuple[SavedModel, Tokenizer]:
@@ -173,13 +199,8 @@ def evaluated_model(
     Raises:
         HexadError: it cannot be read, or something does not fit.
     """
-    groups: dict[str, dict[str, Any]] = {
-        name: {} for name in ("parallel", "memory", "validate", "checkpoint")
-    }
-    model = saved_model(source, overrides, groups, {"validation": dict(data)} if data else {})
-    config = _divisible(model.config, ranks)
-    model = replace(model, config=config)
-    tokenizer = model.tokenizer()
+    model = scored_model(source, overrides, ranks, {"validation": dict(data)} if data else {})
+    config, tokenizer = model.config, model.tokenizer()
     resolve(config, planned_layout(config, ranks), tokenizer.vocab_size)
     if not config.data.validation_sets:
         raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")

@@ -84,12 +84,13 @@ class Result:
         self.scores = update.prompt_logprobs if self.scores is None else self.scores
 
 
-def settings(name: str, layout: Degrees, room: Room, **precision: Any) -> Config:
-    """The configuration of a small model in a layout."""
+def settings(name: str | Mapping[str, Any], layout: Degrees, room: Room, **precision: Any) -> Config:
+    """The configuration of a small model, or of one with the given settings, in a layout."""
+    model = MODELS[name] if isinstance(name, str) else name
     degrees = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
     inference = {"cache_tokens": room.tokens, "block": room.block}
     return config_of(
-        model={"heads": 4, "vocab": 50, "init_std": 0.5, **MODELS[name]},
+        model={"heads": 4, "vocab": 50, "init_std": 0.5, **model},
         parallel={**degrees, "sequence": False},
         data={"sequence": 12},
         batch={"micro": 1, "global": 1},
@@ -120,7 +121,7 @@ def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Re
 
 
 def written(
-    name: str,
+    name: str | Mapping[str, Any],
     layout: Degrees,
     room: Room,
     requests: Sequence[Request],

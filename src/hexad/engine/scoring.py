@@ -28,16 +28,18 @@ class Scorer:
         resolved: settings; ``data.sequence`` x ``batch.micro`` tokens are computed at a time, or one longer
             sequence.
         mesh: of the ranks.
-        source: a checkpoint's directory, or ``hf:DIR``.
+        source: a checkpoint's directory, or ``hf:DIR``; None: the model has its initial weights.
 
     Raises:
         AgreedError: the weights cannot be used.
     """
 
-    def __init__(self, resolved: Resolved, mesh: Mesh, source: Path | str) -> None:
-        self._engine = Engine(resolved, mesh, initialise=False, training=False, loss=self._loss)
-        load_model_weights(source, self._engine.config, self._engine.weights(adapters=True), mesh.world)
-        self._engine.publish()
+    def __init__(self, resolved: Resolved, mesh: Mesh, source: Path | str | None = None) -> None:
+        engine = Engine(resolved, mesh, initialise=source is None, training=False, loss=self._loss)
+        if source is not None:
+            load_model_weights(source, engine.config, engine.weights(adapters=True), mesh.world)
+            engine.publish()
+        self._engine = engine
         config, self._mesh, self._made = resolved.config, mesh, list[Tensor]()
         parallel = config.parallel
         # What a microbatch's length is a multiple of.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,16 +91,35 @@ def mean(x: Tensor) -> Tensor:
 
 # Products
 
-_WEIGHT_DIGITS = {torch.float32: (24, 2), torch.bfloat16: (16, 1), torch.float16: (16, 1)}
-"""By an input's format: binary digits to which a weight is rounded, relative to the largest of those that one
-output is computed from, and the parts into which the input is split."""
+
+class Digits(NamedTuple):
+    """Into how many binary digits the operands of a product are rounded, relative to the largest element of a
+    row. What a sum of products needs is divided among them; inputs, whose elements differ more, get more.
+
+    Attributes:
+        weight: of a weight.
+        part: of each part of an input.
+        parts: of an input.
+    """
+
+    weight: int
+    part: int
+    parts: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, features: int) -> Digits:
+        """For inputs of a format, and sums of so many terms."""
+        room = DIGITS - digits_of(features)
+        parts = 2 if dtype == torch.float32 else 1
+        weight = (parts * room - 3) // (parts + 1)
+        return cls(weight, room - weight, parts)
 
 
 def weight_on_grid(weight: Tensor, dtype: torch.dtype, axis: Axis = _ALONE) -> Tensor:
     """``[out, in]`` float64: the weight as products of inputs in ``dtype`` use it. With an axis, ``weight``
     has this rank's columns."""
-    wide = weight.double()
-    return rounded(wide, top(wide, axis) * 2.0 ** (1 - _WEIGHT_DIGITS[dtype][0]))
+    digits = Digits.of(dtype, weight.shape[1] * axis.size)
+    return rounded(weight.double(), top(weight, axis) * 2.0 ** (1 - digits.weight))
 
 
 def product(
@@ -119,10 +139,9 @@ def product(
         axis: whose ranks have other columns of ``x`` and ``weight``.
         total: adds up their products, float64 ``[tokens, out]``; may keep only some of the tokens.
     """
-    weight_digits, parts = _WEIGHT_DIGITS[x.dtype]
-    digits = DIGITS - weight_digits - digits_of(x.shape[1] * axis.size)
-    unit = top(x, axis) * 2.0 ** (1 - digits)
-    tops = None if weight.dtype == torch.float64 else top(weight, axis) * 2.0 ** (1 - weight_digits)
+    digits = Digits.of(x.dtype, x.shape[1] * axis.size)
+    unit, parts = top(x, axis) * 2.0 ** (1 - digits.part), digits.parts
+    tops = None if weight.dtype == torch.float64 else top(weight, axis) * 2.0 ** (1 - digits.weight)
     sums = [unit.new_empty((len(x), len(weight))) for _ in range(parts)] if total is not None else []
     y = x.new_empty((len(x), len(weight))) if total is None else None
     step = max(1, _CHUNK // max(1, weight.shape[1]))
@@ -131,7 +150,7 @@ def product(
         turned = (weight[columns] if tops is None else rounded(weight[columns].double(), tops[columns])).t()
         for first in range(0, len(x), _ROWS):
             rows = slice(first, first + _ROWS)
-            pieces = split(x[rows].double(), unit[rows], digits, parts)
+            pieces = split(x[rows].double(), unit[rows], digits.part, parts)
             if y is None:
                 for piece, whole in zip(pieces, sums):
                     torch.mm(piece, turned, out=whole[rows, columns])

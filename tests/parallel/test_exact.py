@@ -1,0 +1,236 @@
+"""Exact arithmetic: the order of sums and what is computed beside a row change no bit, and results are as
+accurate as the usual ones."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexad.model import exact_ops, ops
+from hexad.model.exact_attention import Run, attend_run, on_grid
+from hexad.model.positions import Rotary
+from hexad.parallel import exact
+from hexad.parallel.tensor.loss import token_losses_
+from hexad.topology.mesh import Axis
+
+from ..small import config_of
+from ..pool import Pool
+
+FORMATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Values of which a few are far larger than others, as in a transformer."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    large = torch.rand(shape, generator=generator) < 0.01
+    return torch.where(large, x * 100, x).to(dtype)
+
+
+def whole(x: Tensor) -> list[Fraction]:
+    return [Fraction(value) for value in x.double().flatten().tolist()]
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3, 576, 1000, 4097])
+def test_partial_sums_are_not_rounded(terms: int) -> None:
+    """Any order gives the sum of the rounded terms as rational arithmetic does."""
+    x = values(1, terms).double()
+    unit = exact.top(x) * 2.0 ** (exact.digits_of(terms) + 2 - exact.DIGITS)
+    rounded = exact.rounded(x, unit)
+    expected = sum(whole(rounded), Fraction(0))
+    assert Fraction(float(exact.row_sum(x, unit))) == expected
+    assert Fraction(sum(reversed(rounded.flatten().tolist()))) == expected
+    assert ((rounded - x).abs() <= unit / 2).all()
+    assert abs(expected - sum(whole(x), Fraction(0))) <= Fraction(float(unit)) * terms / 2
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("features", [1, 7, 64, 577, 3000])
+def test_products_are_those_of_whole_numbers(dtype: torch.dtype, features: int) -> None:
+    """The parts' products are the same in rational arithmetic, and so do not depend on any order."""
+    x, weight = values(3, features, dtype=dtype), values(2, features, dtype=dtype, seed=1)
+    digits = exact.Digits.of(dtype, features)
+    pieces = exact.split(x.double(), exact.top(x) * 2.0 ** (1 - digits.part), digits.part, digits.parts)
+    grid = exact.weight_on_grid(weight, dtype)
+    for row in range(3):
+        for column in range(2):
+            sums = [
+                sum((a * b for a, b in zip(whole(piece[row]), whole(grid[column]))), Fraction(0))
+                for piece in pieces
+            ]
+            assert [Fraction(float(piece[row] @ grid[column])) for piece in pieces] == sums
+            total = float(sums[0]) + (float(sums[1]) if digits.parts == 2 else 0.0)
+            assert torch.tensor(total).to(dtype) == exact.product(x, weight)[row, column]
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_products_are_at_least_as_accurate_as_usual(dtype: torch.dtype) -> None:
+    x, weight = values(65, 577, dtype=dtype), values(130, 577, dtype=dtype, seed=1) * 0.02
+    bias = values(130, dtype=dtype, seed=2)
+    true = x.double() @ weight.double().t() + bias.double()
+    usual = torch.nn.functional.linear(x, weight, bias).double()
+    error = (exact.product(x, weight, bias).double() - true).pow(2).mean()
+    assert error <= 1.01 * (usual - true).pow(2).mean()
+
+
+def divided(dtype: torch.dtype, axis: Axis) -> Tensor:
+    """A product of which this rank has some columns."""
+    x, weight = values(9, 12 * 7, dtype=dtype), values(5, 12 * 7, dtype=dtype, seed=1)
+    x, weight = (part.chunk(axis.size, 1)[axis.rank].contiguous() for part in (x, weight))
+    from hexad.comm import all_reduce
+
+    return exact.product(x, weight, axis=axis, total=lambda part: all_reduce(part, axis))
+
+
+def divided_on(dtype: torch.dtype, ranks: int) -> Tensor:
+    from hexad.topology.layout import Layout
+    from hexad.topology.mesh import Mesh
+
+    return divided(dtype, Mesh.create(Layout(tensor=ranks, world=ranks), torch.device("cpu")).tensor)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_columns_on_several_ranks(dtype: torch.dtype, ranks: int, pool: Pool) -> None:
+    expected = exact.product(values(9, 84, dtype=dtype), values(5, 84, dtype=dtype, seed=1))
+    for made in pool.run(ranks, divided_on, dtype, ranks):
+        assert torch.equal(made, expected)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return exact_ops.rms_norm(x, values(x.shape[1], dtype=x.dtype, seed=3), 1e-6)
+
+
+def _layer(x: Tensor) -> Tensor:
+    weight, bias = (values(x.shape[1], dtype=x.dtype, seed=seed) for seed in (3, 4))
+    return exact_ops.layer_norm(x, weight, bias, 1e-5)
+
+
+def _product(x: Tensor) -> Tensor:
+    return exact.product(x, values(37, x.shape[1], dtype=x.dtype, seed=1))
+
+
+def _ready(x: Tensor) -> Tensor:
+    return exact.product(x, exact.weight_on_grid(values(37, x.shape[1], dtype=x.dtype, seed=1), x.dtype))
+
+
+def _losses(x: Tensor) -> Tensor:
+    labels = torch.full((len(x),), 3)
+    return token_losses_(x.float().clone(), labels, x.shape[1] - 1, Axis("tensor"), None, True)[:, None]
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return exact.log_softmax(x.float())
+
+
+def _rotary(x: Tensor) -> Tensor:
+    rotary = Rotary(config_of(model={"head_dim": 34}).model, torch.device("cpu"), exact=True)
+    positions = x[:, 0].abs().mul(100).long()  # what a row's factors are of
+    return torch.cat(rotary.factors(positions, lambda: positions, x.dtype), dim=2).flatten(1)
+
+
+ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda x: exact.exp(x.float()),
+    "log": lambda x: exact.log(x.double().abs() + 1e-3),
+    "mean": lambda x: exact.mean(x.double()),
+    "rms": _norm,
+    "layer": _layer,
+    "swiglu": exact_ops.swiglu,
+    "gelu": exact_ops.gelu,
+    "product": _product,
+    "ready": _ready,
+    "losses": _losses,
+    "log softmax": _softmax,
+    "rotary": _rotary,
+}
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_a_row_does_not_depend_on_those_beside_it(name: str, dtype: torch.dtype) -> None:
+    """Nor on where it stands: PyTorch's kernels treat what does not fill a register in another way."""
+    function, x = ROW_WISE[name], values(301, 46, dtype=dtype)
+    made = function(x)
+    assert made.isfinite().all()
+    for rows in (slice(0, 1), slice(7, 12), slice(100, 301), slice(0, 301, 3)):
+        assert torch.equal(function(x[rows].contiguous()), made[rows])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert torch.equal(function(x), made)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_does_not_depend_on_its_division(dtype: torch.dtype, window: int | None) -> None:
+    q, k, v = (values(67, heads, 18, dtype=dtype, seed=heads) for heads in (4, 2, 1))
+    k, v = on_grid(k, v.expand(-1, 2, -1).contiguous())
+    made = attend_run(q, k, v, Run(0, 0, window), 0.3)
+    assert torch.equal(torch.stack([*on_grid(k, v)]), torch.stack([k, v]))
+    for begin, end in ((0, 1), (3, 20), (20, 67), (66, 67)):
+        origin = 0 if window is None else max(0, begin + 1 - window)
+        run = Run(begin, origin, window)
+        assert torch.equal(attend_run(q[begin:end], k[origin:end], v[origin:end], run, 0.3), made[begin:end])
+    alone = [attend_run(q[:, [h]], k[:, [h // 2]], v[:, [h // 2]], Run(0, 0, window), 0.3) for h in range(4)]
+    assert torch.equal(torch.cat(alone, dim=1), made)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_attention_is_as_accurate_as_usual(dtype: torch.dtype) -> None:
+    q, k, v = (values(90, 2, 24, dtype=dtype, seed=seed) for seed in range(3))
+    made = attend_run(q, *on_grid(k, v), Run(0), 0.2)
+    batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
+
+    def usual(*parts: Tensor) -> Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.2)
+        return out[0].transpose(0, 1)
+
+    true = usual(*(x.double() for x in batch))
+    errors = [(x.double() - true).pow(2).mean().sqrt() for x in (made, usual(*batch))]
+    assert errors[0] <= 2 * errors[1]
+
+
+def test_functions_are_accurate() -> None:
+    x = torch.linspace(-87, 88, 100_003)
+    assert ((exact.exp(x).double() / x.double().exp() - 1).abs() < 2.0**-22).all()
+    assert exact.exp(torch.tensor([-math.inf, -88.0, 0.0])).tolist() == [0.0, 0.0, 1.0]
+    assert exact.exp(torch.tensor([math.nan])).isnan().all()
+    y = torch.linspace(1e-3, 1e6, 100_003, dtype=torch.float64)
+    assert ((exact.log(y) - y.log()).abs() < 1e-14).all()
+    assert exact.power(torch.tensor([0.0, 1.0, -3.9, 2.0**-40], dtype=torch.float64)).tolist() == [
+        0.0,
+        1.0,
+        2.0,
+        2.0**-40,
+    ]
+    for one, other, shape in (
+        (exact_ops.swiglu, ops.swiglu, (5, 46)),
+        (exact_ops.gelu, ops.gelu, (5, 46)),
+    ):
+        x = values(*shape)
+        assert torch.allclose(one(x), other(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_what_is_no_number_stays_none(dtype: torch.dtype) -> None:
+    x, weight = values(3, 40, dtype=dtype), values(5, 40, dtype=dtype, seed=1)
+    x[1, 7] = torch.nan
+    x[2, 3] = torch.inf
+    made = exact.product(x, weight)
+    assert made[0].isfinite().all() and made[1:].isnan().all()
+    assert not exact.product(values(2, 40, dtype=dtype) * 0, weight).any()
+    assert exact.product(x[:0], weight).shape == (0, 5)
+
+
+def test_gradients_are_the_usual_ones() -> None:
+    x = values(6, 46).requires_grad_()
+    weight = values(46, seed=3).requires_grad_()
+    gradient = values(6, 46, seed=4)
+    made = torch.autograd.grad(exact_ops.rms_norm(x, weight, 1e-6), (x, weight), gradient)
+    usual = torch.autograd.grad(ops.rms_norm(x, weight, 1e-6), (x, weight), gradient)
+    assert all(torch.equal(one, other) for one, other in zip(made, usual))

@@ -1,6 +1,6 @@
 """The functions behind ``hexad.train``, ``hexad.generate``, ``hexad.evaluate`` and ``hexad.score``: what the
-commands of these names do, in this process. It joins the world that torchrun or SLURM has started it in, or is a world of one;
-in a world of several ranks all of them call the same function with the same arguments."""
+commands of these names do, in this process. It joins the world that torchrun or SLURM has started it in, or
+is a world of one; in a world of several ranks all of them call the same function with the same arguments."""
 
 from __future__ import annotations
 

@@ -24,7 +24,15 @@ from ..small import config_of
 from .replicas import CPU, Degrees, Result, Room, written
 from .test_parity import in_order, requests_of
 
-COMMON = {"heads": 6, "head_dim": 6, "hidden": 30, "ffn_hidden": 42, "layers": 3, "vocab": 53, "init_std": 0.5}
+COMMON = {
+    "heads": 6,
+    "head_dim": 6,
+    "hidden": 30,
+    "ffn_hidden": 42,
+    "layers": 3,
+    "vocab": 53,
+    "init_std": 0.5,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "family": "llama", "kv_heads": 6},
     "gpt2": {**COMMON, "family": "gpt2", "max_positions": 128},
@@ -94,7 +102,12 @@ def generated(name: str, layout: Degrees, room: Room, dtype: str) -> dict[int, R
 
 
 def scored(
-    name: str, parallel: Parallel, dtype: str, tokens: int, sequences: Sequence[Sequence[int]], exact: bool = True
+    name: str,
+    parallel: Parallel,
+    dtype: str,
+    tokens: int,
+    sequences: Sequence[Sequence[int]],
+    exact: bool = True,
 ) -> list[list[float]]:
     """Log-probabilities of sequences by the training forward pass, ``tokens`` or more at a time."""
     layout = layout_of(parallel)
@@ -171,7 +184,7 @@ def test_every_pair_of_layouts_has_the_same_bits(name: str, dtype: str, pool: Po
     for number, parallel in enumerate(TRAINING):
         if parallel.get("tensor", 1) > 3 and name == "qwen3":
             continue  # one key/value head on six ranks
-        tokens = (12, 36, 1000)[number % 3]
+        tokens = (12, 36, 120)[number % 3]
         world = layout_of(parallel).world
         assert pool.run(world, scored, name, parallel, dtype, tokens, sequences)[0] == scores, parallel
     for number, layout in enumerate(GENERATION):

@@ -16,8 +16,8 @@ from hexad.parallel import exact
 from hexad.parallel.tensor.loss import token_losses_
 from hexad.topology.mesh import Axis
 
-from ..small import config_of
 from ..pool import Pool
+from ..small import config_of
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 

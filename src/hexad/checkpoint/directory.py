@@ -227,7 +227,19 @@ def check_same_model(
     Raises:
         HexadError: naming the first setting that differs.
     """
-    saved = saved_config.get("model", {})
+    difference = different_setting(saved_config.get("model", {}), config, adapters)
+    if difference is not None:
+        name, value, has = difference
+        own = resuming and path.absolute().is_relative_to(Path(config.run.dir).absolute())
+        hint = "; another run needs another run.dir" if own else ""
+        raise HexadError(f"{name}: found {value!r}, but checkpoint {path} has {has!r}{hint}")
+
+
+def different_setting(
+    saved: Mapping[str, Any], config: Config, adapters: bool = True
+) -> tuple[str, Any, Any] | None:
+    """The first setting in which a saved model differs from a configuration's, with the configuration's value
+    and the saved one; with ``adapters`` also one of what is trained. None: there is none."""
     wanted = config.model.model_dump(mode="json", by_alias=True)
     for name, value in wanted.items():
         if name in ("preset", "load", "max_positions", *FREE) or (not adapters and name in TRAINED):
@@ -236,9 +248,8 @@ def check_same_model(
         if isinstance(has, dict):  # of an older version, without what its defaults are now
             has = ModelSettings.model_validate({name: has}).model_dump(mode="json")[name]
         if has != value:
-            own = resuming and path.absolute().is_relative_to(Path(config.run.dir).absolute())
-            hint = "; another run needs another run.dir" if own else ""
-            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {has!r}{hint}")
+            return f"model.{name}", value, has
+    return None
 
 
 _SHAPING = (

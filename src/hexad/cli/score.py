@@ -32,12 +32,14 @@ _ROWS = 4096
     required=True,
     help='Sequences, a line each: {"tokens": [ids]}; or lines that "hexad generate --output" has written.',
 )
-@click.option("--output", metavar="OUT.jsonl", required=True, help="Write the lines with their logprobs here.")
+@click.option(
+    "--output", metavar="OUT.jsonl", required=True, help="Write the lines with their logprobs here."
+)
 @exact_option
 @nproc_option("data")
 def score(source: str, nproc: int, exact: bool, **options: Any) -> int:
-    """Compute the log-probability of every token but the first, given those before it, in nats, by the forward
-    pass of training, in any layout. Of a line with a prompt, that of every token after the prompt.
+    """Compute the log-probability of every token but the first, given those before it, in nats, by the
+    forward pass of training, in any layout. Of a line with a prompt, that of every token after the prompt.
 
     KEY=VALUE overrides the checkpoint's settings, as in parallel.tensor=2 or precision.dtype=fp32;
     data.sequence x batch.micro tokens are computed at a time.
@@ -105,7 +107,9 @@ def _parsed(line: str, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise HexadError(f"{name}: not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("tokens"), list):
-        raise HexadError(f'{name}: found {line.strip():.100}, expected an object with "tokens", a list of ids')
+        raise HexadError(
+            f'{name}: found {line.strip():.100}, expected an object with "tokens", a list of ids'
+        )
     return row
 
 

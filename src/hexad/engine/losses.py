@@ -62,9 +62,7 @@ class Outputs:
         """
         wanted = self._microbatch.labels if labels is None else labels
         stage, axis = self._stage, self._mesh.tensor
-        return -cross_entropy(
-            self.local_logits(), wanted.flatten(), stage.vocab, axis, stage.shard.exact
-        )
+        return -cross_entropy(self.local_logits(), wanted.flatten(), stage.vocab, axis, stage.shard.exact)
 
     def whole(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens, ``[tokens, ...]``, with those of all context ranks: ``[sequences,

@@ -24,6 +24,7 @@ from hexad.parallel.data.buckets import Bucket, BufferPool, Formats, StateShardi
 from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.data.replicas import Replicas
+from hexad.parallel.rectangle import Rectangle
 from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 
@@ -166,6 +167,16 @@ class State:
         ``adapters`` (``model.lora``) if asked for."""
         buckets = [bucket for bucket in self.buckets if adapters or not bucket.adapter]
         return self._weights(buckets) + self.modules.chunks()
+
+    def published(self) -> list[tuple[Rectangle, Tensor]]:
+        """What this rank holds of the weights that the modules compute with, as views: complete ones of its
+        stages, or in ZeRO 3 its shard of these, which may be in the format of the master values."""
+        self.gatherer.settle()
+        return [
+            (rectangle, values)
+            for bucket in self.buckets
+            for rectangle, _, values in bucket.weights(*bucket.held)
+        ]
 
     def frozen(self) -> list[Chunk]:
         """This rank's shard of the frozen weights, as views."""

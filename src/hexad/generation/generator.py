@@ -8,27 +8,35 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar, Unpack
+from weakref import WeakKeyDictionary
 
-from hexad.comm import from_first
+from hexad.checkpoint.directory import different_setting
+from hexad.comm import agreed, from_first
 from hexad.config import ConfigError, HexadError
+from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
-from hexad.launching.launch import launch
-from hexad.model.families import family
-from hexad.planning.saved_model import SavedModel, find_model, generating_model
+from hexad.launching.launch import launch, resolved_alike
+from hexad.model.transformer import DTYPES
+from hexad.parallel.resharding import Transfer
+from hexad.planning import Resolved
+from hexad.planning.checks import planned_layout
+from hexad.planning.saved_model import SavedModel, find_model, generating_model, model_in_training
+from hexad.topology.mesh import Mesh
 
 from .constraints import Constraints
 from .front import Front, connected, serve_link
-from .loading import load_model, make_replica, pack
+from .loading import build_model, converted, load_model, make_replica
 from .prompts import Prompt, PromptEncoder
 from .requests import Request
 from .texts import Continuation, Settings, Wanted, asked, continuation, wanted
+from .weights import Weights
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
 
 
 class Generator:
-    """A saved model that generates. In a world of several ranks all of them construct it and call its methods
+    """A model that generates. In a world of several ranks all of them construct it and call its methods
     together; the first rank's arguments count. Used as a context manager, or closed by :meth:`close`.
 
     Attributes:
@@ -38,55 +46,102 @@ class Generator:
         warn: called with a message, once, where a request has more positions than the model was made for.
 
     Args:
-        source: a run, a checkpoint, ``hf:DIR``, or what :func:`generating_model` returned.
+        source: a run, a checkpoint, ``hf:DIR``, or what :func:`generating_model` returned; or an engine that
+            trains a language model in this world, whose weights :meth:`update` takes again.
         overrides: of its settings, as in ``precision.dtype=fp32``.
-        degrees: of ``tensor``, ``context``, ``pipeline`` and ``data``: short for ``parallel.tensor=2``.
+        degrees: of ``tensor``, ``context``, ``pipeline`` and ``data``: short for ``parallel.tensor=2``. Ranks
+            that are left are tensor-parallel, or beside an engine have replicas.
 
     Raises:
         HexadError: the model cannot be used, the same on all ranks.
     """
 
     def __init__(
-        self, source: str | Path | SavedModel, overrides: Iterable[str] = (), **degrees: int
+        self, source: str | Path | SavedModel | Engine, overrides: Iterable[str] = (), **degrees: int
     ) -> None:
         if unknown := sorted(degrees.keys() - {"tensor", "context", "pipeline", "data"}):
             raise HexadError(
                 f"Generator: unknown argument {unknown[0]!r}; expected tensor, context, pipeline, data"
             )
-        given: Iterable[str] = overrides
-        if not isinstance(overrides, str):  # which is refused
-            given = [*overrides, *(f"parallel.{name}={degree}" for name, degree in degrees.items())]
-        saved = (
-            source
-            if isinstance(source, SavedModel)
-            else generating_model(find_model(str(source)), given, environment().world)
-        )
-        self.saved = saved
         self.warn: Callable[[str], object] = log.warning
         self._warned = False
         self._failure: str | None = None
+        self._transfers: WeakKeyDictionary[Engine, Transfer] = WeakKeyDictionary()
         self._stack = ExitStack()
         try:
-            run = self._stack.enter_context(launch(saved.config))
-            self._mesh, config = run.mesh, run.resolved.config
-            self.first = run.mesh.rank == 0
-            self.tokenizer = run.agreed(saved.tokenizer)
-            self._model = load_model(config, saved.weights, run.mesh, run.resolved.plan.layers)
-            pack(self._model)
-            self._constraints = Constraints(self.tokenizer, self._model.vocab)
-            self._replica = make_replica(
-                self._model, config, run.mesh, saved.positions, self.tokenizer, self._constraints
-            )
-            self.scheduler = self._replica.scheduler
-            self._links = connected(run.mesh)
-            for link in self._links:
-                self._stack.callback(link.close)
-            if self.first:
-                self.front = self._stack.enter_context(Front(self._replica, self._links))
-            self.encoder = PromptEncoder(saved, self.tokenizer)
+            if isinstance(source, Engine):
+                if source.language is None:
+                    raise HexadError(
+                        "Generator: found an engine of modules; it takes that of a language model"
+                    )
+                saved = model_in_training(source.config, overrides, degrees, source.mesh.layout.world)
+                # Groups of its own, over the same ranks.
+                layout, timeout = (
+                    planned_layout(saved.config, source.mesh.layout.world),
+                    saved.config.run.timeout,
+                )
+                mesh = Mesh.create(layout, source.mesh.device, timeout, source.mesh.trace)
+                self._build(saved, mesh, resolved_alike(saved.config, mesh), source)
+            else:
+                given: Iterable[str] = overrides
+                if not isinstance(overrides, str):  # which is refused
+                    given = [*overrides, *(f"parallel.{name}={degree}" for name, degree in degrees.items())]
+                if not isinstance(source, SavedModel):
+                    source = generating_model(find_model(str(source)), given, environment().world)
+                run = self._stack.enter_context(launch(source.config))
+                self._build(source, run.mesh, run.resolved)
         except BaseException:
             self._stack.close()
             raise
+
+    def _build(self, saved: SavedModel, mesh: Mesh, resolved: Resolved, engine: Engine | None = None) -> None:
+        self.saved, self._mesh, config, layers = saved, mesh, resolved.config, resolved.plan.layers
+        self.first = mesh.rank == 0
+        self.tokenizer = agreed(saved.tokenizer, mesh.world)
+        if engine is None:
+            self._model = load_model(config, saved.weights, mesh, layers)
+        else:
+            dtype = DTYPES[config.precision.dtype]
+            self._model = converted(build_model(config, mesh, layers, dtype), dtype)
+        self._weights = Weights(self._model)
+        if engine is None:
+            self._weights.pack()
+        self._constraints = Constraints(self.tokenizer, self._model.vocab)
+        self._replica = make_replica(
+            self._model, config, mesh, saved.positions, self.tokenizer, self._constraints
+        )
+        self.scheduler = self._replica.scheduler
+        self._links = connected(mesh)
+        for link in self._links:
+            self._stack.callback(link.close)
+        if self.first:
+            self.front = self._stack.enter_context(Front(self._replica, self._links))
+        self.encoder = PromptEncoder(saved, self.tokenizer)
+        if engine is not None:
+            self.update(engine)
+
+    def update(self, engine: Engine) -> None:
+        """Take the weights of an engine that trains the same model in the same processes, in any layout: each
+        rank receives from others what it does not have. All ranks call this together, between generations.
+
+        Raises:
+            HexadError: the engine is that of another model, or of other ranks.
+        """
+        if engine.mesh.layout.world != self._mesh.layout.world:
+            ranks = f"{engine.mesh.layout.world} ranks, and the generator {self._mesh.layout.world}"
+            raise HexadError(f"update: the engine has {ranks}; both need the same")
+        saved = engine.config.model.model_dump(mode="json", by_alias=True)
+        if (difference := different_setting(saved, self.saved.config)) is not None:
+            name, ours, theirs = difference
+            raise HexadError(f"update: {name}: found {ours!r}, but the engine has {theirs!r}")
+        held = engine.published()
+        needed = [(rectangle, values) for rectangle, values, _ in self._weights.pieces()]
+        if engine not in self._transfers:
+            have, need = ([rectangle for rectangle, _ in side] for side in (held, needed))
+            self._transfers[engine] = Transfer(have, need, self._mesh.world)
+        self._transfers[engine].run(held, needed, DTYPES[engine.config.precision.dtype])
+        self._weights.pack()
+        self.scheduler.pool.forget()  # keys of other weights
 
     @property
     def sequences(self) -> int:

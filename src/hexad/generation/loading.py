@@ -7,29 +7,39 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hexad.checkpoint.base import load_model_weights
-from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import merged
 from hexad.config import Config, ConfigError
 from hexad.dataset.text.tokenizer import Tokenizer
 from hexad.launching.environment import environment
 from hexad.model.attention import Attention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
-from hexad.parallel import exact
-from hexad.parallel.sharding import Declared, declared_parameters
-from hexad.parallel.tensor.embedding import VocabParallelHead
-from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from hexad.parallel.tensor.packed import packable, packed
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 from .blocks import BlockPool
 from .paged_attention import DeviceMemory, ExactMemory, HostMemory, Memory
 from .replica import Replica
 from .sampler import Constraint
 from .scheduler import Scheduler
+from .weights import Weights
 from .worker import Worker
+
+
+def build_model(config: Config, mesh: Mesh, layers: Sequence[range], dtype: torch.dtype) -> Transformer:
+    """This rank's stage of a model, with weights in a format that hold nothing yet.
+
+    Args:
+        config: of the generation.
+        mesh: of the ranks.
+        layers: of every stage, one stage per pipeline rank.
+        dtype: of the weights.
+    """
+    mesh = factored_mesh(config.model, config.parallel, mesh)
+    shard = make_shard(config.parallel, mesh, dtype)
+    shard = replace(shard, sequence=False, chunks=1, exact=config.precision.exact)
+    rank = mesh.pipeline.rank
+    return build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
 
 
 def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[range]) -> Transformer:
@@ -46,12 +56,8 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     """
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
-    mesh = factored_mesh(config.model, config.parallel, mesh)
-    shard = make_shard(config.parallel, mesh, stored)
-    shard = replace(shard, sequence=False, chunks=1, exact=config.precision.exact)
-    rank = mesh.pipeline.rank
-    model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
-    load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)
+    model = build_model(config, mesh, layers, stored)
+    load_model_weights(source, config, Weights(model).chunks(), mesh.world)
     return converted(model, dtype)
 
 
@@ -61,38 +67,6 @@ def converted(model: Transformer, dtype: torch.dtype) -> Transformer:
         if isinstance(module, Attention):
             module.use_kernel(model.shard.device, dtype)
     return model.to(dtype).eval()
-
-
-def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
-    """This rank's part of the parameters as chunks, set to zero."""
-    chunks = []
-    for declared in parameters:
-        values = declared.parameter.data.zero_()
-        for start, rectangle, _ in declared.pieces:
-            if rectangle.numel:
-                local = values.narrow(0, start, rectangle.sizes[0])
-                named = rectangle.named(f"model.{rectangle.name}")
-                chunks.append(Chunk(named, local, rounded=declared.declaration.frozen))
-    return chunks
-
-
-def pack(model: Transformer) -> None:
-    """Convert the weights of all linear layers to what products read fastest, where there is such a form: a
-    CPU's of few tokens, or exact ones. Only forward passes can use them. Ranks call this together."""
-    shard, dtype = model.shard, model.dtype
-    if not shard.exact and (shard.device.type != "cpu" or not packable(dtype)):
-        return
-    for module in model.modules():
-        names: tuple[str, ...] = ()
-        if isinstance(module, ColumnParallelLinear):
-            names = ("weight", "copied_weight") if module.copied else ("weight",)
-        elif isinstance(module, RowParallelLinear | VocabParallelHead):
-            names = ("weight",)  # the embedding keeps a tied one as it is
-        axis = shard.tensor if isinstance(module, RowParallelLinear) else Axis("tensor")
-        for name in names:
-            weight = getattr(module, name).data
-            made = exact.weight_on_grid(weight, dtype, axis) if shard.exact else packed(weight)
-            setattr(module, name, nn.Parameter(made, requires_grad=False))
 
 
 def make_replica(

@@ -1,5 +1,5 @@
-"""Attention in ``precision.exact``: a query's result is the same bits whichever tokens are computed beside it,
-whether keys come from a cache, and however tokens and heads are divided over ranks.
+"""Attention in ``precision.exact``: a query's result is the same bits whichever tokens are computed beside
+it, whether keys come from a cache, and however tokens and heads are divided over ranks.
 
 Scores and weighted sums are products of :mod:`hexad.parallel.exact`. Keys are rounded once, before they are
 kept; queries that share a key head are rows of one product; scores exist for a few queries at a time.
@@ -64,7 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> T
     Returns:
         ``[sequences, queries, heads, width]``.
     """
-    sequences, queries, heads, width = q.shape
+    _, queries, heads, width = q.shape
     keys, groups = k.shape[1:3]
     wide = q.double()
     digits = (exact.DIGITS - exact.digits_of(width)) // 2

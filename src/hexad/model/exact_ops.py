@@ -1,6 +1,6 @@
 """The pointwise operations of a transformer in ``precision.exact``: those of :mod:`hexad.model.ops`, with the
-same arguments, by :mod:`hexad.parallel.exact`. A token's results are the same bits whatever is computed beside
-it, and wherever.
+same arguments, by :mod:`hexad.parallel.exact`. A token's results are the same bits whatever is computed
+beside it, and wherever.
 
 Backward passes are the ordinary ones, of the ordinary functions computed again.
 """
@@ -23,7 +23,9 @@ from .recompute import recomputable
 
 class _Replaced(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], usual: Callable[..., Tensor], *rest: Any) -> Tensor:
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], usual: Callable[..., Tensor], *rest: Any
+    ) -> Tensor:
         # Gradients of parameters are contributed by what they are found in.
         ctx.places = [place for place, part in enumerate(rest) if type(part) is Tensor]
         ctx.save_for_backward(*(rest[place] for place in ctx.places))

@@ -115,7 +115,9 @@ class Rotary:
         if self._long is not None:
             frequencies = torch.where((lengths() > self._short)[:, None, None], self._long, frequencies)
         angles = (positions.float()[:, None, None] * frequencies).double()
-        cos, sin = (part.float() for part in (_one_by_one(angles) if self._exact else (angles.cos(), angles.sin())))
+        cos, sin = (
+            part.float() for part in (_one_by_one(angles) if self._exact else (angles.cos(), angles.sin()))
+        )
         if self._amplitude != 1.0:
             cos, sin = cos * self._amplitude, sin * self._amplitude
         return cos.to(dtype), sin.to(dtype)

@@ -64,8 +64,8 @@ def top(x: Tensor, axis: Axis = _ALONE) -> Tensor:
 
 
 def split(x: Tensor, unit: Tensor, digits: int, parts: int) -> list[Tensor]:
-    """Float64 ``x`` as a sum of parts: the first of multiples of ``unit``, each other one of a unit ``2^digits``
-    times smaller; what remains is dropped."""
+    """Float64 ``x`` as a sum of parts: the first of multiples of ``unit``, each other one of a unit
+    ``2^digits`` times smaller; what remains is dropped."""
     made = [rounded(x, unit)]
     for _ in range(parts - 1):
         x, unit = x - made[-1], unit * 2.0**-digits

@@ -143,6 +143,26 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
     return replace(model, config=config)
 
 
+def model_in_training(
+    config: Config, overrides: Iterable[str], degrees: Mapping[str, int], ranks: int
+) -> SavedModel:
+    """The model that an engine trains with ``config``, with the configuration to generate on the same ranks;
+    as :func:`generating_model`, but that ranks have replicas unless ``degrees`` say otherwise.
+
+    Raises:
+        HexadError: the overrides or degrees do not fit it or the ranks.
+    """
+    tree = config.model_dump(mode="json", by_alias=True)
+    for name in ("memory", "validate", "checkpoint"):
+        tree.pop(name, None)
+    tree["parallel"] = {"sequence": False, "tensor": 1, **degrees}
+    tree["batch"] = {"micro": 1, "global": 1}
+    apply_overrides(tree, [*overrides])
+    made = _with_ranks(build_config(tree), True, ranks)
+    resolve(made, planned_layout(made, ranks))
+    return SavedModel(config.model.load or "", made, int(config.model.max_positions))
+
+
 def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
     """The configuration with degrees that use all ranks, and a length that context ranks divide."""
     parallel, data = config.parallel, config.data

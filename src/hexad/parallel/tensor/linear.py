@@ -86,9 +86,7 @@ class Adapters:
         if shard is None:
             whole = exact.product(dropped, self.a)
         else:
-            whole = exact.product(
-                dropped, self.a, axis=shard.tensor, total=partial(_over_ranks, shard=shard)
-            )
+            whole = exact.product(dropped, self.a, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
         for part, b, (start, width) in zip(self._parts(whole), self.b, self.columns):
             y.narrow(1, start, width).add_(exact.product(part, b) * self.scale)
         return whole if shard is None else self.inner(x)

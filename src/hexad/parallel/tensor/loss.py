@@ -265,9 +265,7 @@ def _logits(
     return loss, None if scale is None else wide.to(x.dtype)
 
 
-def cross_entropy(
-    logits: Tensor, labels: Tensor, vocab: int, axis: Axis, exactly: bool = False
-) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, axis: Axis, exactly: bool = False) -> Tensor:
     """The loss of every token by plain autograd, in nats, in at least float32; the same on all tensor ranks.
 
     Args:
@@ -286,9 +284,7 @@ def cross_entropy(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, vocab: int, axis: Axis, exactly: bool
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, vocab: int, axis: Axis, exactly: bool) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
         wanted = ctx.needs_input_grad[0]

@@ -2,7 +2,7 @@
 ``transformers`` (padded batches, and its continuous batching) and vLLM.
 
     python benchmarks/generation.py [--model smollm2-135m|gpt2|llama3.2-1b] [--dtypes fp32 bf16] [--requests
-        64] [--engines hexad transformers continuous vllm] [--layouts data=2 pipeline=2] [--vllm PYTHON]
+        64] [--engines hexad exact transformers continuous vllm] [--layouts data=2 pipeline=2] [--vllm PYTHON]
         [--repeats 2] [--output FILE.json]
 
 The model has a published shape and random weights; prompts are random ids of 16 to 512 tokens, and each
@@ -105,13 +105,18 @@ class Run:
         print(json.dumps({**figures, "host_mb": max(host) // 1024, "gpu_mb": gpu and round(gpu)}), flush=True)
 
 
-def hexad(run: Run) -> None:
+def exact(run: Run) -> None:
+    """Ours in exact arithmetic."""
+    hexad(run, "precision.exact=true")
+
+
+def hexad(run: Run, *settings: str) -> None:
     """Ours."""
     from hexad.generation.generator import Generator
     from hexad.generation.requests import Request
 
-    settings = [f"precision.dtype={run.dtype}"]
-    with Generator(f"hf:{run.model}", settings, **{n: int(v) for n, v in run.layout.items()}) as generator:
+    overrides = [f"precision.dtype={run.dtype}", *settings]
+    with Generator(f"hf:{run.model}", overrides, **{n: int(v) for n, v in run.layout.items()}) as generator:
 
         def turn() -> int:
             generator.scheduler.pool.forget()  # nothing of the turn before is used again
@@ -209,7 +214,10 @@ def vllm(run: Run) -> None:
     run.timed(turn)
 
 
-ENGINES = {"hexad": hexad, "transformers": transformers, "continuous": continuous, "vllm": vllm}
+ENGINES = {
+    "hexad": hexad, "exact": exact, "transformers": transformers, "continuous": continuous, "vllm": vllm
+}  # fmt: skip
+OURS = "hexad", "exact"
 
 
 def measured(arguments: argparse.Namespace, engine: str, dtype: str, layout: list[str], work: Path) -> Any:
@@ -222,7 +230,7 @@ def measured(arguments: argparse.Namespace, engine: str, dtype: str, layout: lis
     command = [python, __file__, "--within", engine, "--dtype", dtype, "--work", str(work)]
     command += ["--repeats", str(arguments.repeats), "--layout", *layout]
     variables = dict(os.environ)
-    if engine == "hexad" and ranks > 1:
+    if engine in OURS and ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     result = subprocess.run(command, capture_output=True, text=True, env=variables)
@@ -259,7 +267,7 @@ def main() -> None:
         work = Path(directory)
         prepare(work, arguments.model, arguments.requests)
         for dtype, engine in product(arguments.dtypes, arguments.engines):
-            for layout in ["", *arguments.layouts] if engine == "hexad" else [""]:
+            for layout in ["", *arguments.layouts] if engine in OURS else [""]:
                 figures = measured(arguments, engine, dtype, layout.split(",") if layout else [], work)
                 row = {"engine": engine, "layout": layout or "one process", "dtype": dtype}
                 rows.append({**row, **(figures or {"failed": True})})

@@ -53,7 +53,7 @@ def test_products_are_those_of_whole_numbers(dtype: torch.dtype, features: int) 
     """The parts' products are the same in rational arithmetic, and so do not depend on any order."""
     x, weight = values(3, features, dtype=dtype), values(2, features, dtype=dtype, seed=1)
     digits = exact.Digits.of(dtype, features)
-    pieces = exact.split(x.double(), exact.top(x) * 2.0 ** (1 - digits.part), digits.part, digits.parts)
+    pieces = exact.split(x.float(), exact.top(x) * 2.0 ** (1 - digits.part), digits.part, digits.parts)
     grid = exact.weight_on_grid(weight, dtype)
     for row in range(3):
         for column in range(2):
@@ -61,7 +61,7 @@ def test_products_are_those_of_whole_numbers(dtype: torch.dtype, features: int) 
                 sum((a * b for a, b in zip(whole(piece[row]), whole(grid[column]))), Fraction(0))
                 for piece in pieces
             ]
-            assert [Fraction(float(piece[row] @ grid[column])) for piece in pieces] == sums
+            assert [Fraction(float(piece[row].double() @ grid[column])) for piece in pieces] == sums
             total = float(sums[0]) + (float(sums[1]) if digits.parts == 2 else 0.0)
             assert torch.tensor(total).to(dtype) == exact.product(x, weight)[row, column]
 
@@ -169,21 +169,23 @@ def test_a_row_does_not_depend_on_those_beside_it(name: str, dtype: torch.dtype)
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_does_not_depend_on_its_division(dtype: torch.dtype, window: int | None) -> None:
     q, k, v = (values(67, heads, 18, dtype=dtype, seed=heads) for heads in (4, 2, 1))
-    k, v = on_grid(k, v.expand(-1, 2, -1).contiguous())
-    made = attend_run(q, k, v, Run(0, 0, window), 0.3)
-    assert torch.equal(torch.stack([*on_grid(k, v)]), torch.stack([k, v]))
+    kept = on_grid(k, v.expand(-1, 2, -1).contiguous())
+    made = attend_run(q, kept, Run(0, 0, window), 0.3)
     for begin, end in ((0, 1), (3, 20), (20, 67), (66, 67)):
         origin = 0 if window is None else max(0, begin + 1 - window)
         run = Run(begin, origin, window)
-        assert torch.equal(attend_run(q[begin:end], k[origin:end], v[origin:end], run, 0.3), made[begin:end])
-    alone = [attend_run(q[:, [h]], k[:, [h // 2]], v[:, [h // 2]], Run(0, 0, window), 0.3) for h in range(4)]
-    assert torch.equal(torch.cat(alone, dim=1), made)
+        part = attend_run(q[begin:end], kept.part(slice(origin, end)), run, 0.3)
+        assert torch.equal(part, made[begin:end])
+    for head in range(4):
+        one = kept.part(slice(None), slice(head // 2, head // 2 + 1))
+        assert torch.equal(attend_run(q[:, [head]], one, Run(0, 0, window), 0.3), made[:, [head]])
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_attention_is_as_accurate_as_usual(dtype: torch.dtype) -> None:
     q, k, v = (values(90, 2, 24, dtype=dtype, seed=seed) for seed in range(3))
-    made = attend_run(q, *on_grid(k, v), Run(0), 0.2)
+    v[5], v[7] = 0, v[7] * 2**-20
+    made = attend_run(q, on_grid(k, v), Run(0), 0.2)
     batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
 
     def usual(*parts: Tensor) -> Tensor:
@@ -198,7 +200,8 @@ def test_attention_is_as_accurate_as_usual(dtype: torch.dtype) -> None:
 def test_functions_are_accurate() -> None:
     x = torch.linspace(-87, 88, 100_003)
     assert ((exact.exp(x).double() / x.double().exp() - 1).abs() < 2.0**-22).all()
-    assert exact.exp(torch.tensor([-math.inf, -88.0, 0.0])).tolist() == [0.0, 0.0, 1.0]
+    low = exact.exp(torch.tensor([-math.inf, -87.0]))
+    assert low[0] == low[1] < 2e-38 and exact.exp(torch.tensor([0.0])) == 1
     assert exact.exp(torch.tensor([math.nan])).isnan().all()
     y = torch.linspace(1e-3, 1e6, 100_003, dtype=torch.float64)
     assert ((exact.log(y) - y.log()).abs() < 1e-14).all()

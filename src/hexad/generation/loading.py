@@ -120,6 +120,8 @@ def make_memory(
     layers = [attention.layer for attention in attentions]
     shape = (attentions[0].kv_heads, attentions[0].width) if attentions else (0, 0)
     token_bytes = model.inventory.cached(model.shard.tensor.size) * model.dtype.itemsize
+    if model.shard.exact:  # a number for each value
+        token_bytes += 4 * sum(attention.kv_heads for attention in attentions)
     if settings.cache_tokens != "auto":
         blocks = -(-settings.cache_tokens // block)
     else:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
+from hexad.model.exact_attention import Keys, Visible, attend, attend_run, on_grid
 from hexad.model.exact_attention import Run as KeyRun
-from hexad.model.exact_attention import Visible, attend, attend_run
 from hexad.parallel.context.attention import merge_
 
 from .blocks import Run
@@ -302,8 +302,22 @@ class DeviceMemory(Memory):
 
 
 class ExactMemory(Memory):
-    """In exact arithmetic, on any device; keys and values come from
-    :func:`hexad.model.exact_attention.on_grid`."""
+    """In exact arithmetic, on any device: what is kept are keys and values as
+    :func:`hexad.model.exact_attention.on_grid` rounds them.
+
+    Attributes:
+        tops: ``[slots, key/value heads]``, see :class:`~hexad.model.exact_attention.Keys`.
+    """
+
+    def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(slots, shape, dtype, device)
+        self.tops = torch.empty((slots, shape[0]), device=device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel) -> Tensor:
+        """As of any memory."""
+        kept = on_grid(k, v)
+        self.tops.index_copy_(0, step.slots, kept.tops)
+        return super().attend(q, kept.keys, kept.values, step, kernel)
 
     def _computed(
         self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
@@ -312,31 +326,39 @@ class ExactMemory(Memory):
         for alone, group in groupby(step.queries, key=lambda one: one.tokens == 1):
             ones = list(group)
             if alone:
-                parts += [self._together(q, some, kernel) for some in _alike(ones, k.shape[1] * k.shape[2])]
+                elements = k.shape[1] * k.shape[2]
+                parts += [self._together(q, some, kernel) for some in _alike(ones, elements)]
                 continue
             for one in ones:
-                keys, values = self._gathered(one, one.origin, one.end)
                 run = KeyRun(one.position, one.origin, kernel.window)
                 rows = q.narrow(0, one.rows[0], one.tokens)
-                parts.append(attend_run(rows, keys, values, run, kernel.scale))
+                parts.append(attend_run(rows, self._kept(_slots(one, one.origin), q.device), run, kernel.scale))
         return parts
+
+    def _kept(self, slots: NDArray[np.int64], device: torch.device) -> Keys:
+        """What is kept at some slots, ``[..., ]`` of their shape."""
+        where = streams.of(device).moved(torch.from_numpy(slots.ravel()), device)
+        kept = self.keys, self.values, self.tops
+        return Keys(*(tensor.index_select(0, where).unflatten(0, slots.shape) for tensor in kept))
 
     def _together(self, q: Tensor, ones: Sequence[Queries], kernel: AttentionKernel) -> Tensor:
         """Of neighbouring sequences' single queries ``[sequences, heads, width]``."""
-        window = kernel.window
+        window, device = kernel.window, q.device
         seen = [one.end if window is None else min(one.end, window) for one in ones]
-        longest = max(seen)
-        slots = np.empty((len(ones), longest), dtype=np.int64)
+        slots = np.empty((len(ones), max(seen)), dtype=np.int64)
         for line, one, count in zip(slots, ones, seen):
-            runs = one.keys(one.end - count, one.end)
-            places = np.concatenate([np.arange(slot, slot + tokens) for slot, tokens in runs])
+            places = _slots(one, one.end - count)
             line[:count], line[count:] = places, places[-1]  # of padding any that are numbers
-        device = q.device
-        where = streams.of(device).moved(torch.from_numpy(slots), device)
         end = streams.of(device).moved(torch.tensor(seen), device)[:, None]
-        visible = Visible(torch.zeros_like(end), end, end)
+        visible = Visible(torch.zeros_like(end), end, end, min(seen) == max(seen))
         rows = q.narrow(0, ones[0].rows[0], len(ones))[:, None]
-        return attend(rows, self.keys[where], self.values[where], visible, kernel.scale)[:, 0]
+        return attend(rows, self._kept(slots, device), visible, kernel.scale)[:, 0]
+
+
+def _slots(one: Queries, begin: int) -> NDArray[np.int64]:
+    """Where the keys of positions from ``begin`` on are."""
+    runs = one.keys(begin, one.end)
+    return np.concatenate([np.arange(slot, slot + tokens, dtype=np.int64) for slot, tokens in runs])
 
 
 _KEYS = 1 << 20

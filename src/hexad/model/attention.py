@@ -102,8 +102,6 @@ class Attention(nn.Module):
         """``qk [tokens, heads + key/value heads, width]`` and ``v`` -> ``[tokens, heads * width]``."""
         q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
         if where.cache is not None:
-            if self.exact:
-                k, v = exact_attention.on_grid(k, v)
             return where.cache.attend(self.layer, q, k, v, self.kernel)
         if where.slice is not None:
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)

@@ -22,21 +22,47 @@ from hexad.topology.mesh import Axis
 
 _SCORES = 1 << 18
 """Scores that exist at a time, in the processor's caches."""
-_MOST_KEYS = 20
-"""Of a query, as a power of two."""
+_WEIGHT_UNIT = 2.0**-31
+"""Of the exponentials of scores, of which the highest is 1: no query sees ``2^22`` keys."""
+
+
+class Keys(NamedTuple):
+    """Keys and values as attention uses them, rounded relative to the largest element of each token and head;
+    in their format, which has all digits that remain.
+
+    Attributes:
+        keys: ``[..., width]``.
+        values: ``[..., width]``, divided by ``tops``.
+        tops: float32 ``[...]``, powers of two: of the largest element of each value.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tops: Tensor
+
+    def part(self, *index: slice | None) -> Keys:
+        """Some of them."""
+        return Keys(*(tensor[index] for tensor in self))
+
+
+def on_grid(k: Tensor, v: Tensor) -> Keys:
+    """Of keys and values ``[tokens, key/value heads, width]``."""
+    keys, values = k.double(), v.double()
+    keys = exact.rounded(keys, exact.top(keys) * 2.0 ** (1 - _score_digits(k)))
+    tops = exact.top(values)
+    # A value of zeros has any.
+    tops = torch.where(tops == 0, 2.0**-100, tops)
+    values = exact.rounded(values / tops, 2.0 ** (1 - _value_digits(v.dtype)))
+    return Keys(keys.to(k.dtype), values.to(v.dtype), tops.squeeze(-1).float())
+
+
+def _score_digits(k: Tensor) -> int:
+    """Of queries and keys."""
+    return (exact.DIGITS - exact.digits_of(k.shape[-1])) // 2
 
 
 def _value_digits(dtype: torch.dtype) -> int:
     return 24 if dtype == torch.float32 else 16
-
-
-def on_grid(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[tokens, key/value heads, width]`` as attention uses them, rounded relative to the
-    largest element of each token and head; in their format, which has all digits that remain."""
-    digits = (exact.DIGITS - exact.digits_of(k.shape[-1])) // 2, _value_digits(v.dtype)
-    grids = (exact.rounded(x.double(), exact.top(x) * 2.0 ** (1 - n)) for x, n in zip((k, v), digits))
-    k, v = (grid.to(k.dtype) for grid in grids)
-    return k, v
 
 
 class Visible(NamedTuple):
@@ -44,54 +70,74 @@ class Visible(NamedTuple):
 
     Attributes:
         begin, end: int64 ``[sequences, queries]``: places of the first, and after the last.
-        keys: the number of those that a query could see, in the cache or not.
+        keys: the number of those that a query sees.
+        complete: whether every query sees all.
     """
 
     begin: Tensor
     end: Tensor
     keys: Tensor
+    complete: bool
+
+    def hidden(self, keys: int) -> Tensor | None:
+        """float32 ``[sequences, queries, keys]``, -inf where a query does not see a key; None: all see all."""
+        if self.complete:
+            return None
+        places = torch.arange(keys, device=self.begin.device)
+        hidden = (places < self.begin[..., None]) | (places >= self.end[..., None])
+        return torch.zeros(hidden.shape, device=places.device).masked_fill_(hidden, -torch.inf)
+
+    def units(self, digits: int) -> Tensor:
+        """float64 ``[sequences, queries]``: ``2^-n`` for weights of ``n`` digits, where values have so many."""
+        # The least power of two that is not below the number of keys.
+        count = exact.power((2 * self.keys - 1).double())
+        return (count * 2.0 ** (digits + 1 - exact.DIGITS)).clamp(min=2.0**-exact.MOST_DIGITS)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+def attend(q: Tensor, kept: Keys, visible: Visible, scale: float) -> Tensor:
     """Attention of some sequences' queries.
 
     Args:
         q: ``[sequences, queries, heads, width]``.
-        k, v: from :func:`on_grid`, ``[sequences, keys, key/value heads, width]``; finite.
+        kept: from :func:`on_grid`, ``[sequences, keys, key/value heads, ...]``; finite.
         visible: which keys each query sees: at least one.
         scale: of the scores.
 
     Returns:
         ``[sequences, queries, heads, width]``.
     """
-    _, queries, heads, width = q.shape
-    keys, groups = k.shape[1:3]
+    (_, queries, heads, _), (keys, groups) = q.shape, kept.keys.shape[1:3]
     wide = q.double()
-    digits = (exact.DIGITS - exact.digits_of(width)) // 2
-    wide = exact.rounded(wide, exact.top(q) * 2.0 ** (1 - digits))
-    # [sequences, groups, heads of a group * queries, width]
-    wide = wide.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = (wide @ k.double().permute(0, 2, 3, 1)).mul_(scale).float()
-    places = torch.arange(keys, device=q.device)
-    hidden = (places < visible.begin[..., None]) | (places >= visible.end[..., None])
-    by_query = scores.unflatten(2, (-1, queries))
-    by_query.masked_fill_(hidden[:, None, None], -torch.inf)
-    weights = exact.exp(scores.sub_(scores.amax(-1, keepdim=True))).double()
-    total = exact.row_sum(weights, 2.0 ** (_MOST_KEYS + 1 - exact.DIGITS))
-    # Each value relative to its largest element, which its weight is multiplied by.
-    tops = exact.top(v).permute(0, 2, 3, 1)  # [sequences, groups, 1, keys]
-    values = v.double().permute(0, 2, 1, 3) / torch.where(tops == 0, 1.0, tops).transpose(2, 3)
-    weights *= tops
-    room = 2.0 ** (_value_digits(v.dtype) + 1 - exact.DIGITS)
-    count = exact.power((2 * visible.keys - 1).double())  # the least power of two that is not below it
-    count = (count * room)[:, None, None, :, None].expand(-1, -1, heads // groups, -1, -1).flatten(2, 3)
-    unit = exact.top(weights) * count * 2
-    part = exact.rounded(weights, unit)
-    out = part @ values
-    if v.dtype == torch.float32:
-        out += exact.rounded(weights.sub_(part), unit * count) @ values
+    wide = exact.rounded(wide, exact.top(wide) * 2.0 ** (1 - _score_digits(q)))
+    # [sequences * groups, heads of a group * queries, width]
+    wide = wide.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
+    k, v = (_by_group(tensor) for tensor in kept[:2])
+    scores = torch.bmm(wide, k.transpose(1, 2)).float().mul_(scale)
+    hidden = visible.hidden(keys)
+    if hidden is not None:
+        scores.view(-1, groups, heads // groups, queries, keys).add_(hidden[:, None, None])
+    weights = exact.exp(scores.sub_(scores.amax(-1, keepdim=True)))
+    # Larger ones become multiples of larger units, which are multiples of this one too.
+    weights = exact.rounded(weights, _WEIGHT_UNIT)
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    # Values are relative to their largest elements, which weights are multiplied by.
+    weights.mul_(kept.tops.permute(0, 2, 1).flatten(0, 1)[:, None])
+    unit = visible.units(_value_digits(kept.values.dtype))
+    unit = unit[:, None, None, :, None].expand(-1, groups, heads // groups, -1, -1).flatten(0, 1).flatten(1, 2)
+    highest, parts = exact.power(weights.amax(-1, keepdim=True).double()), 2 if q.dtype == torch.float32 else 1
+    out, *more = (
+        torch.bmm(part.double(), v)
+        for part in exact.split(weights, highest * (2 * unit), unit, parts)
+    )
+    for part in more:
+        out += part
     out = (out / total).to(q.dtype)
-    return out.unflatten(2, (-1, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.view(-1, groups, heads // groups, queries, q.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _by_group(x: Tensor) -> Tensor:
+    """``[sequences, keys, groups, width]`` -> float64 ``[sequences * groups, keys, width]``."""
+    return x.permute(0, 2, 1, 3).to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 class Run(NamedTuple):
@@ -108,9 +154,9 @@ class Run(NamedTuple):
     window: int | None = None
 
 
-def attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> Tensor:
-    """``q [tokens, heads, width]`` of a run; ``k`` and ``v`` from :func:`on_grid`, ``[keys, key/value heads,
-    width]``, up to those of the last token at least -> ``[tokens, heads, width]``."""
+def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
+    """``q [tokens, heads, width]`` of a run, and ``kept [keys, ...]`` from :func:`on_grid`, up to those of the
+    last token at least -> ``[tokens, heads, width]``."""
     outputs = []
     for begin, end in _tiles(q.shape[0], q.shape[1], run):
         position = torch.arange(run.position + begin, run.position + end, device=q.device)[None]
@@ -118,8 +164,8 @@ def attend_run(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> Tenso
         first = run.position + begin + 1
         low = max(run.origin, 0 if run.window is None else first - run.window)
         keys = slice(low - run.origin, run.position + end - run.origin)
-        visible = Visible(position + 1 - seen - low, position + 1 - low, seen)
-        outputs.append(attend(q[None, begin:end], k[None, keys], v[None, keys], visible, scale)[0])
+        visible = Visible(position + 1 - seen - low, position + 1 - low, seen, end == begin + 1)
+        outputs.append(attend(q[None, begin:end], kept.part(None, keys), visible, scale)[0])
     return torch.cat(outputs) if outputs else q
 
 
@@ -148,17 +194,18 @@ def attention(
     Returns:
         ``[this rank's tokens, heads * width]``.
     """
-    k, v = on_grid(k, v)
+    kept = on_grid(k, v)
     if axis.size > 1:
-        both = all_gather(torch.cat((k, v), dim=1), axis)
+        order = None
         if not slice_.whole:
             numbers = torch.cat([numbers_of(slice_, rank) for rank in range(axis.size)])
-            both = both[numbers.argsort().to(both.device)]
-        k, v = both.chunk(2, dim=1)
+            order = numbers.argsort().to(q.device)
+        gathered = (all_gather(tensor.contiguous(), axis) for tensor in kept)
+        kept = Keys(*(tensor if order is None else tensor[order] for tensor in gathered))
     outputs = []
     for segment in segments(slice_, axis.rank):
         start, rows = slice_.bounds[segment.document], segment.end - segment.begin
-        keys = slice(start, segment.end)
         run = Run(segment.begin - start, 0, window)
-        outputs.append(attend_run(q[segment.row : segment.row + rows], k[keys], v[keys], run, scale))
+        mine = q[segment.row : segment.row + rows]
+        outputs.append(attend_run(mine, kept.part(slice(start, segment.end)), run, scale))
     return torch.cat(outputs).flatten(1)

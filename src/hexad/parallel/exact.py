@@ -24,6 +24,8 @@ from torch import Tensor
 from hexad.comm import all_reduce
 from hexad.topology.mesh import Axis
 
+from .pointwise import widened
+
 DIGITS = 53
 """Binary digits of a float64."""
 _ALONE = Axis("tensor")
@@ -49,9 +51,10 @@ def power(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, unit: Tensor | float) -> Tensor:
-    """Float64 ``x`` as multiples of ``unit``, a power of two; ``x`` is less than ``2^51`` units. The nearest
-    ones, of two as near the even."""
-    shift = unit * (1.5 * 2.0 ** (DIGITS - 1))
+    """Float32 or float64 ``x`` as multiples of ``unit``, powers of two in float64: the nearest ones, of two as
+    near the even. ``x`` has less than ``2^22`` or ``2^51`` units."""
+    shift = unit * (1.5 * 2.0 ** (23 if x.dtype == torch.float32 else DIGITS - 1))
+    shift = shift.to(x.dtype) if isinstance(shift, Tensor) else shift
     return x.add(shift).sub_(shift)
 
 
@@ -59,18 +62,29 @@ def top(x: Tensor, axis: Axis = _ALONE) -> Tensor:
     """``[..., 1]`` float64: the power of two of each row's largest absolute value, over an axis's ranks."""
     if x.shape[-1] == 0:
         return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float64)
-    largest = x.abs().amax(-1, keepdim=True).double()
+    largest = widened(x).abs().amax(-1, keepdim=True).double()  # twice as fast as the norm
     return power(all_reduce(largest, axis, "max") if axis.size > 1 else largest)
 
 
-def split(x: Tensor, unit: Tensor, digits: int, parts: int) -> list[Tensor]:
-    """Float64 ``x`` as a sum of parts: the first of multiples of ``unit``, each other one of a unit
-    ``2^digits`` times smaller; what remains is dropped."""
-    made = [rounded(x, unit)]
-    for _ in range(parts - 1):
-        x, unit = x - made[-1], unit * 2.0**-digits
-        made.append(rounded(x, unit))
-    return made
+MOST_DIGITS = 21
+"""Of what is rounded in float32."""
+
+
+def split(x: Tensor, unit: Tensor, digits: int | Tensor, parts: int) -> list[Tensor]:
+    """Float32 ``x`` as a sum of parts: the first of multiples of ``unit``, each other one of a unit that is
+    ``2^digits`` times smaller; what remains is dropped.
+
+    Args:
+        x: less than ``2^21`` units.
+        unit: float64, broadcast.
+        digits: of the first part, at most :data:`MOST_DIGITS`; or float64 ``2^-digits``, broadcast.
+        parts: one or two.
+    """
+    first = rounded(x, unit)
+    if parts == 1:
+        return [first]
+    smaller = digits if isinstance(digits, Tensor) else 2.0**-digits
+    return [first, rounded(x - first, unit * smaller)]
 
 
 # Sums
@@ -111,8 +125,8 @@ class Digits(NamedTuple):
         """For inputs of a format, and sums of so many terms."""
         room = DIGITS - digits_of(features)
         parts = 2 if dtype == torch.float32 else 1
-        weight = (parts * room - 3) // (parts + 1)
-        return cls(weight, room - weight, parts)
+        part = min(MOST_DIGITS, (room + 3) // (parts + 1))
+        return cls(room - part, part, parts)
 
 
 def weight_on_grid(weight: Tensor, dtype: torch.dtype, axis: Axis = _ALONE) -> Tensor:
@@ -150,12 +164,12 @@ def product(
         turned = (weight[columns] if tops is None else rounded(weight[columns].double(), tops[columns])).t()
         for first in range(0, len(x), _ROWS):
             rows = slice(first, first + _ROWS)
-            pieces = split(x[rows].double(), unit[rows], digits.part, parts)
+            pieces = split(x[rows].float(), unit[rows], digits.part, parts)
             if y is None:
                 for piece, whole in zip(pieces, sums):
-                    torch.mm(piece, turned, out=whole[rows, columns])
+                    torch.mm(piece.double(), turned, out=whole[rows, columns])
             else:
-                made = torch.mm(torch.cat(pieces), turned).chunk(parts)
+                made = torch.mm(torch.cat(pieces).double(), turned).chunk(parts)
                 y[rows, columns] = _added(made, None if bias is None else bias[columns])
     return y if y is not None else _added([total(part) for part in sums], bias).to(x.dtype)  # type: ignore
 
@@ -173,23 +187,24 @@ def _added(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # the first has few digits: n * it is not rounded
 _MAGIC = 1.5 * 2.0**23  # added to a float32, it leaves the nearest whole number in the last digits
-_EXP = [1 / math.factorial(n) for n in range(8)]
+_EXP = 0.0013814570338171275, 0.008368745847070565, 0.041668390268595666, 0.16666520391106657, 0.4999999343412745
+"""Of ``(e^r - 1 - r) / r^2``, the highest power first: with the least largest error, ``2^-28``."""
 
 
 def exp(x: Tensor) -> Tensor:
-    """``e^x`` of float32 up to 88, to about 2 units in the last place; 0 below -87. By Cody and Waite's
-    reduction to ``2^n e^r``, ``|r| <= ln(2) / 2``, and the series of ``e^r``."""
-    below = x < -87.0
-    n = x.clamp(-87.0, 88.0).mul_(_LOG2_E).add_(_MAGIC)
-    power_bits = n.view(torch.int32) << 23
+    """``e^x`` of float32, to about one unit in the last place; of less than -87 and more than 88 that of
+    these. By Cody and Waite's reduction to ``2^n e^r``, ``|r| <= ln(2) / 2``, and a polynomial."""
+    r = x.clamp(-87.0, 88.0)
+    n = r.mul(_LOG2_E).add_(_MAGIC)
+    bits = n.view(torch.int32) << 23
     n.sub_(_MAGIC)
-    r = x.clamp(-87.0, 88.0).sub_(n * _LN2_HIGH).sub_(n.mul_(_LN2_LOW))
-    y = r * _EXP[7]
-    for coefficient in _EXP[6:0:-1]:
+    r.sub_(n * _LN2_HIGH).sub_(n.mul_(_LN2_LOW))
+    y = r * _EXP[0]
+    for coefficient in _EXP[1:]:
         y.add_(coefficient).mul_(r)
-    y.add_(1.0)
-    y.view(torch.int32).add_(power_bits)
-    return y.masked_fill_(below, 0.0)
+    y.mul_(r).add_(r).add_(1.0)
+    y.view(torch.int32).add_(bits)
+    return y
 
 
 _SQRT_HALF = math.sqrt(0.5)

@@ -247,6 +247,11 @@ class ParallelSettings(Settings):
         return self.sequence and self.tensor > 1
 
     @property
+    def token_multiple(self) -> int:
+        """What the number of tokens of a microbatch must be a multiple of."""
+        return self.context * (self.tensor if self.sequence_parallel else 1)
+
+    @property
     def ulysses(self) -> int:
         """Context ranks that exchange heads for tokens, of resolved settings."""
         if self.context == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from hexad.checkpoint.base import load_model_weights
 from hexad.comm import merged
 from hexad.config import HexadError
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.parallel.tensor.loss import IGNORED
 from hexad.planning import Resolved
 from hexad.topology.mesh import Mesh
 
@@ -41,9 +39,7 @@ class Scorer:
             engine.publish()
         self._engine = engine
         config, self._mesh, self._made = resolved.config, mesh, list[Tensor]()
-        parallel = config.parallel
-        # What a microbatch's length is a multiple of.
-        self._step = mesh.context.size * (mesh.tensor.size if parallel.sequence_parallel else 1)
+        self._multiple = config.parallel.token_multiple
         self._most = config.batch.micro * config.data.sequence
 
     @property
@@ -70,7 +66,8 @@ class Scorer:
         ]
         if not mine:
             return [[] for _ in sequences]
-        self._engine.evaluate([self._microbatch([sequences[place] for place in group]) for group in mine])
+        parts = ([sequences[place] for place in group] for group in mine)
+        self._engine.evaluate([Microbatch.of_sequences(part, self._multiple) for part in parts])
         made, self._made = self._made, []
         values: dict[int, list[float]] = {}
         if self._mesh.tensor.rank == self._mesh.context.rank == 0:  # others have the same
@@ -86,15 +83,6 @@ class Scorer:
         logprobs = outputs.log_probabilities()
         self._made.append(outputs.whole(logprobs).flatten())
         return -logprobs.sum()
-
-    def _microbatch(self, sequences: Sequence[Sequence[int]]) -> Microbatch:
-        """Some sequences as documents, and padding behind them."""
-        ends = [0, *accumulate(len(ids) - 1 for ids in sequences)]
-        padding = (-ends[-1] % self._step) or (0 if ends[-1] else self._step)
-        tokens = [token for ids in sequences for token in ids[:-1]] + [0] * padding
-        labels = [token for ids in sequences for token in ids[1:]] + [IGNORED] * padding
-        documents = tuple(dict.fromkeys([*ends, len(tokens)]))
-        return Microbatch(torch.tensor([tokens]), torch.tensor([labels]), documents)
 
 
 def _groups(lengths: Sequence[int], most: int) -> Iterator[range]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -57,6 +57,39 @@ class Microbatch:
         """Its sequences or documents, the same object for all stages."""
         total = self.sequences * self.length
         return Spans(total, self.sequences, self.documents, self.slice, self.numbers)
+
+    @classmethod
+    def of_sequences(
+        cls,
+        sequences: Sequence[Sequence[int]],
+        multiple: int = 1,
+        given: Sequence[int] | None = None,
+        extras: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    ) -> Microbatch:
+        """Sequences of any lengths as documents of one, with padding behind them.
+
+        Args:
+            sequences: ids of each, at least one.
+            multiple: of which the number of tokens is one, see
+                :attr:`hexad.config.schema.ParallelSettings.token_multiple`.
+            given: how many of each are not predicted; by default the first.
+            extras: float32 values of each token that is predicted, by name; 0 of others.
+        """
+        given = [1] * len(sequences) if given is None else given
+        ends = [0, *accumulate(len(ids) - 1 for ids in sequences)]
+        padding = -ends[-1] % multiple if ends[-1] else multiple
+        tokens = [token for ids in sequences for token in ids[:-1]] + [0] * padding
+        labels: list[int] = []
+        for ids, count in zip(sequences, given, strict=True):
+            labels += [IGNORED] * (count - 1) + [*ids[count:]]
+        values: dict[str, Tensor] = {}
+        for name, rows in (extras or {}).items():
+            parts = zip(rows, given, strict=True)
+            row = [value for numbers, count in parts for value in [*[0.0] * (count - 1), *numbers]]
+            values[name] = torch.tensor([row + [0.0] * padding], dtype=torch.float32)
+        labels += [IGNORED] * padding
+        documents = tuple(dict.fromkeys([*ends, len(tokens)]))
+        return cls(torch.tensor([tokens]), torch.tensor([labels]), documents, extras=values)
 
     def targets(self) -> int:
         """Number of positions that have a target; of a part, of its own."""

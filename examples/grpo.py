@@ -3,12 +3,12 @@
 
     python examples/grpo.py
     torchrun --nproc-per-node 2 examples/grpo.py --generate data=2 parallel.tensor=2
-    torchrun --nproc-per-node 4 examples/grpo.py --generate tensor=2,data=2 parallel.pipeline=2 parallel.zero=1
+    torchrun --nproc-per-node 4 examples/grpo.py --generate tensor=2,data=2 parallel.context=2
 
-One engine trains and one generator writes, in the same processes, each in its own layout; after every step the
-generator takes the engine's weights. With ``precision.exact`` the engine computes the very log-probabilities
-that the generator sampled with: before the first update of a batch the importance ratio is exactly 1, in any
-pair of layouts. ``precision.exact=false`` shows how far it is from 1 otherwise.
+One engine trains and one generator writes, in the same processes, each in its own layout; after every step
+the generator takes the engine's weights. With ``precision.exact`` the engine computes the very
+log-probabilities that the generator sampled with: before the first update of a batch the importance ratio is
+exactly 1, in any pair of layouts. ``precision.exact=false`` shows how far it is from 1 otherwise.
 """
 
 import argparse
@@ -78,7 +78,9 @@ class Objective:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--warm", type=int, default=120, help="steps on right answers before")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--generate", default="", metavar="AXIS=RANKS,...", help="the generator's layout")
@@ -123,9 +125,7 @@ def learn(
         prompts = prompts_of(chance, PROMPTS)
         # Tokens in, tokens out: the ids and log-probabilities that were sampled are those that are trained.
         asked = [{"prompt": list(prompt.encode())} for prompt in prompts]
-        answers = generator.generate(
-            asked, tokens=2, temperature=1.0, samples=SAMPLES, seed=step, logprobs=0
-        )
+        answers = generator.generate(asked, tokens=2, temperature=1.0, samples=SAMPLES, seed=step, logprobs=0)
         marks = [mark(prompts[answer.number], answer.text) for answer in answers]
         groups = (advantages(marks[first : first + SAMPLES]) for first in range(0, len(marks), SAMPLES))
         advantage = [value for group in groups for value in group]

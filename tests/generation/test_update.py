@@ -27,16 +27,16 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17], 
 NEW = 9
 
 
-def engine_of(name: str, parallel: Parallel, dtype: str, made: list[Tensor], exact: bool = True) -> Engine:
+def engine_of(name: str, parallel: Parallel, dtype: str, made: list[Tensor], **model: Any) -> Engine:
     """An engine that trains likely tokens to be likelier, and keeps their log-probabilities."""
     layout = layout_of(parallel)
     config = config_of(
-        model={**MODELS[name], "vocab": 257},
+        model={**MODELS[name], "vocab": 257, **model},
         parallel=parallel,
         data={"sequence": 24},
         batch={"micro": 1, "global": 6},
         optimizer={"lr": 0.01},
-        precision={"dtype": dtype, "exact": exact},
+        precision={"dtype": dtype, "exact": True},
         inference={"cache_tokens": 256, "block": 4},
     )
 

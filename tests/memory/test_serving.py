@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hexad.generation.cache import StepCache
 from hexad.generation.loading import make_memory
 from hexad.generation.scheduler import Part
+from hexad.generation.weights import Weights
 from hexad.parallel.inventory import Execution
 from hexad.planning.checks import planned_layout
 from hexad.planning.memory import rank_stages
@@ -23,13 +24,17 @@ from ..pool import Pool
 from ..training.command import call
 
 
-def allocated(name: str, layout: Degrees) -> tuple[int, int, int]:
+def allocated(name: str, layout: Degrees, **precision: Any) -> tuple[int, int, int]:
     """The pipeline coordinate of this rank, bytes of its weights, and of its cache per token."""
-    config = settings(name, layout, Room())
+    config = settings(name, layout, Room(), **precision)
     mesh = Mesh.create(planned_layout(config, layout.world), CPU)
     stage = stage_of(config, mesh)
     memory, blocks, block = make_memory(stage, config, mesh, 128)
-    cache = sum(part.keys.nbytes + part.values.nbytes for part in memory.values())
+    if config.precision.exact:
+        Weights(stage).pack()
+    tensors = (value for part in memory.values() for value in vars(part).values())
+    kept = {value.data_ptr(): value.nbytes for value in tensors if isinstance(value, torch.Tensor)}
+    cache = sum(kept.values())
     weights = {parameter.data_ptr(): parameter.nbytes for parameter in stage.parameters()}
     return mesh.pipeline.rank, sum(weights.values()), cache // (blocks * block)
 
@@ -50,6 +55,24 @@ def test_weights_and_cache_are_as_large_as_predicted(name: str, layout: Degrees,
     plans = serving_plans(resolve(config, planned_layout(config, layout.world)), None)
     for pipeline, weights, token in pool.run(layout.world, allocated, name, layout):
         assert (weights, token) == (plans[pipeline].parameters, plans[pipeline].token_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", Degrees()), ("gpt2", Degrees()), ("gpt2", Degrees(pipeline=2)), ("qwen3", Degrees(tensor=4))],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_so_they_are_in_exact_arithmetic(name: str, layout: Degrees, dtype: str, pool: Pool) -> None:
+    config = settings(name, layout, Room(), dtype=dtype, exact=True)
+    plans = serving_plans(resolve(config, planned_layout(config, layout.world)), None)
+    for pipeline, weights, token in pool.run(layout.world, allocated_exactly, name, layout, dtype):
+        assert (weights, token) == (plans[pipeline].parameters, plans[pipeline].token_bytes)
+
+
+def allocated_exactly(name: str, layout: Degrees, dtype: str) -> tuple[int, int, int]:
+    """As :func:`allocated`."""
+    return allocated(name, layout, dtype=dtype, exact=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -26,8 +26,8 @@ _PENDING = 64
 
 
 class Outbox:
-    """Objects that one rank sends to others of an axis whose process group connects hosts, which is that of
-    all ranks: ``mesh.world``."""
+    """Objects that one rank sends to others of an axis whose process group connects hosts, see
+    :meth:`~hexad.topology.mesh.Mesh.on_hosts`."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis

@@ -249,6 +249,8 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         raise ConfigError(
             "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
         )
+    if config.precision.exact:
+        raise ConfigError("precision.exact", "found true, which is for the configured model; remove it")
     config = with_common_dtype(config, mesh)
     return config.model_copy(update={"parallel": resolved_parallel(config, mesh.layout)})
 

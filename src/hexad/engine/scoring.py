@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from hexad.checkpoint.base import load_model_weights
@@ -66,8 +65,8 @@ class Scorer:
         ]
         if not mine:
             return [[] for _ in sequences]
-        parts = ([sequences[place] for place in group] for group in mine)
-        self._engine.evaluate([Microbatch.of_sequences(part, self._multiple) for part in parts])
+        own = ([sequences[place] for place in group] for group in mine)
+        self._engine.evaluate([Microbatch.of_sequences(part, self._multiple) for part in own])
         made, self._made = self._made, []
         values: dict[int, list[float]] = {}
         if self._mesh.tensor.rank == self._mesh.context.rank == 0:  # others have the same

@@ -250,7 +250,8 @@ class Generator:
         """See whether a request can be computed.
 
         Raises:
-            ConfigError: it has more tokens than the model has positions, or the cache blocks.
+            ConfigError: it has more tokens than the model has positions, or the cache blocks; or in
+                ``precision.exact`` other frequencies (LongRoPE) apply to its end than to its beginning.
         """
         model, positions, longest = self._model.model, self.saved.positions, request.longest
         texts = f"{len(request.prompt)} prompt tokens and {request.tokens} new ones exceed"
@@ -263,6 +264,10 @@ class Generator:
         if longest > self.capacity:
             problem = f"{texts} the cache's {self.capacity} tokens (inference.cache_tokens)"
             raise ConfigError("--tokens", problem)
+        switch = self.scheduler.switch
+        if self._model.shard.exact and len(request.prompt) <= switch < longest:
+            other = f"other rotary frequencies apply to texts of more than {switch} tokens, all of whose"
+            raise ConfigError("precision.exact", f"{texts} {switch}: {other} log-probabilities change")
         for token, _ in request.sampling.logit_bias:
             if token >= self._model.vocab:
                 known = f"the model's vocabulary is {self._model.vocab}"

@@ -119,9 +119,8 @@ def make_memory(
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     layers = [attention.layer for attention in attentions]
     shape = (attentions[0].kv_heads, attentions[0].width) if attentions else (0, 0)
-    token_bytes = model.inventory.cached(model.shard.tensor.size) * model.dtype.itemsize
-    if model.shard.exact:  # a number for each value
-        token_bytes += 4 * sum(attention.kv_heads for attention in attentions)
+    shard = model.shard
+    token_bytes = model.inventory.cached_bytes(shard.tensor.size, model.dtype.itemsize, shard.exact)
     if settings.cache_tokens != "auto":
         blocks = -(-settings.cache_tokens // block)
     else:

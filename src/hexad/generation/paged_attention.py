@@ -332,7 +332,9 @@ class ExactMemory(Memory):
             for one in ones:
                 run = KeyRun(one.position, one.origin, kernel.window)
                 rows = q.narrow(0, one.rows[0], one.tokens)
-                parts.append(attend_run(rows, self._kept(_slots(one, one.origin), q.device), run, kernel.scale))
+                parts.append(
+                    attend_run(rows, self._kept(_slots(one, one.origin), q.device), run, kernel.scale)
+                )
         return parts
 
     def _kept(self, slots: NDArray[np.int64], device: torch.device) -> Keys:

@@ -55,11 +55,11 @@ class Replica:
     def __init__(self, worker: Worker, scheduler: Scheduler, tokenizer: Tokenizer, mesh: Mesh) -> None:
         self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
         ranks = sorted(mesh.layout.group(mesh.rank, "tensor", "context", "pipeline"))
-        self._world, self._rank, self._leader = mesh.world, mesh.rank, ranks[0]
+        self._world, self._rank, self._leader = mesh.on_hosts(), mesh.rank, ranks[0]
         self._sampler = mesh.layout.group(self._leader, "pipeline")[-1]
         self._others = [rank for rank in ranks if rank != self._leader]
         self.leads = mesh.rank == self._leader
-        self._outbox = Outbox(mesh.world)
+        self._outbox = Outbox(self._world)
         self._sessions: dict[int, _Session] = {}
         self._opened: list[tuple[int, Request]] = []
         self._closed: list[int] = []

@@ -105,6 +105,10 @@ class AttentionSpec(BranchSpec):
         """A key and a value of each of a rank's key/value heads."""
         return 2 * (self.kv_heads * self.copies // tensor) * self.width
 
+    def cached_heads(self, tensor: int) -> int:
+        """A value's."""
+        return self.kv_heads * self.copies // tensor
+
     def cached_flops(self, length: int, tensor: int) -> int:
         """Scores and weighted values, of the keys in the window."""
         seen = length if self.window is None else min(length, self.window)

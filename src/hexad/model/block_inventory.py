@@ -104,6 +104,10 @@ class BranchSpec(ABC):
         """Elements of a token that one of so many tensor ranks keeps between forward passes (generation)."""
         return 0
 
+    def cached_heads(self, tensor: int) -> int:
+        """Numbers of a token besides, where its values are kept relative to one (``precision.exact``)."""
+        return 0
+
     def cached_flops(self, length: int, tensor: int) -> int:
         """FLOPs on one of so many tensor ranks of a token's attention over ``length`` cached ones."""
         return 0
@@ -182,6 +186,10 @@ class BlockSpec:
     def cached(self, tensor: int) -> int:
         """Elements of a token that a rank keeps between forward passes (generation)."""
         return sum(branch.cached(tensor) for branch in self.parts)
+
+    def cached_heads(self, tensor: int) -> int:
+        """Numbers of a token besides, in ``precision.exact``."""
+        return sum(branch.cached_heads(tensor) for branch in self.parts)
 
     def cached_flops(self, length: int, tensor: int) -> int:
         """FLOPs of a token's attention over ``length`` cached ones on a rank."""

@@ -80,7 +80,8 @@ class Visible(NamedTuple):
     complete: bool
 
     def hidden(self, keys: int) -> Tensor | None:
-        """float32 ``[sequences, queries, keys]``, -inf where a query does not see a key; None: all see all."""
+        """float32 ``[sequences, queries, keys]``, -inf where a query does not see a key; None: all see
+        all."""
         if self.complete:
             return None
         places = torch.arange(keys, device=self.begin.device)
@@ -88,7 +89,8 @@ class Visible(NamedTuple):
         return torch.zeros(hidden.shape, device=places.device).masked_fill_(hidden, -torch.inf)
 
     def units(self, digits: int) -> Tensor:
-        """float64 ``[sequences, queries]``: ``2^-n`` for weights of ``n`` digits, where values have so many."""
+        """float64 ``[sequences, queries]``: ``2^-n`` for weights of ``n`` digits, where values have so
+        many."""
         # The least power of two that is not below the number of keys.
         count = exact.power((2 * self.keys - 1).double())
         return (count * 2.0 ** (digits + 1 - exact.DIGITS)).clamp(min=2.0**-exact.MOST_DIGITS)
@@ -123,11 +125,15 @@ def attend(q: Tensor, kept: Keys, visible: Visible, scale: float) -> Tensor:
     # Values are relative to their largest elements, which weights are multiplied by.
     weights.mul_(kept.tops.permute(0, 2, 1).flatten(0, 1)[:, None])
     unit = visible.units(_value_digits(kept.values.dtype))
-    unit = unit[:, None, None, :, None].expand(-1, groups, heads // groups, -1, -1).flatten(0, 1).flatten(1, 2)
-    highest, parts = exact.power(weights.amax(-1, keepdim=True).double()), 2 if q.dtype == torch.float32 else 1
+    unit = (
+        unit[:, None, None, :, None].expand(-1, groups, heads // groups, -1, -1).flatten(0, 1).flatten(1, 2)
+    )
+    highest, parts = (
+        exact.power(weights.amax(-1, keepdim=True).double()),
+        2 if q.dtype == torch.float32 else 1,
+    )
     out, *more = (
-        torch.bmm(part.double(), v)
-        for part in exact.split(weights, highest * (2 * unit), unit, parts)
+        torch.bmm(part.double(), v) for part in exact.split(weights, highest * (2 * unit), unit, parts)
     )
     for part in more:
         out += part
@@ -155,8 +161,8 @@ class Run(NamedTuple):
 
 
 def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
-    """``q [tokens, heads, width]`` of a run, and ``kept [keys, ...]`` from :func:`on_grid`, up to those of the
-    last token at least -> ``[tokens, heads, width]``."""
+    """``q [tokens, heads, width]`` of a run, and ``kept [keys, ...]`` from :func:`on_grid`, up to those of
+    the last token at least -> ``[tokens, heads, width]``."""
     outputs = []
     for begin, end in _tiles(q.shape[0], q.shape[1], run):
         position = torch.arange(run.position + begin, run.position + end, device=q.device)[None]

@@ -192,6 +192,12 @@ class StageSpec:
         """Elements of a token that a rank's key/value cache keeps."""
         return sum(block.cached(tensor) for block in self.blocks)
 
+    def cached_bytes(self, tensor: int, byte: int, exact: bool = False) -> int:
+        """Bytes of a token in a rank's key/value cache, of elements of so many bytes; ``exact``: in
+        ``precision.exact``."""
+        besides = sum(block.cached_heads(tensor) for block in self.blocks) if exact else 0
+        return self.cached(tensor) * byte + besides * 4
+
     def cached_flops(self, length: int, tensor: int) -> int:
         """FLOPs of a token's attention over ``length`` cached ones on a rank."""
         return sum(block.cached_flops(length, tensor) for block in self.blocks)

@@ -51,8 +51,8 @@ def power(x: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, unit: Tensor | float) -> Tensor:
-    """Float32 or float64 ``x`` as multiples of ``unit``, powers of two in float64: the nearest ones, of two as
-    near the even. ``x`` has less than ``2^22`` or ``2^51`` units."""
+    """Float32 or float64 ``x`` as multiples of ``unit``, powers of two in float64: the nearest ones, of two
+    as near the even. ``x`` has less than ``2^22`` or ``2^51`` units."""
     shift = unit * (1.5 * 2.0 ** (23 if x.dtype == torch.float32 else DIGITS - 1))
     shift = shift.to(x.dtype) if isinstance(shift, Tensor) else shift
     return x.add(shift).sub_(shift)
@@ -187,7 +187,13 @@ def _added(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4  # the first has few digits: n * it is not rounded
 _MAGIC = 1.5 * 2.0**23  # added to a float32, it leaves the nearest whole number in the last digits
-_EXP = 0.0013814570338171275, 0.008368745847070565, 0.041668390268595666, 0.16666520391106657, 0.4999999343412745
+_EXP = (
+    0.0013814570338171275,
+    0.008368745847070565,
+    0.041668390268595666,
+    0.16666520391106657,
+    0.4999999343412745,
+)
 """Of ``(e^r - 1 - r) / r^2``, the highest power first: with the least largest error, ``2^-28``."""
 
 

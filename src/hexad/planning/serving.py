@@ -11,7 +11,7 @@ from typing import Any
 
 from hexad.config import Config
 from hexad.model.inventory import StageSpec
-from hexad.parallel.inventory import Execution, Position, Product, tensor_positions
+from hexad.parallel.inventory import Execution, Position, Positions, Product, tensor_positions
 
 from . import Resolved
 from .checks import check_stages
@@ -82,7 +82,10 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
     length, context = config.data.sequence, config.parallel.context
     copies = stage.model.kv_copies
     positions = tensor_positions(Position(0, tensor), copies)
+    exact = config.precision.exact
     parameters = sum(parameter.elements(positions) for parameter in stage.parameters) * byte
+    if exact:
+        parameters += _in_float64(stage, positions, byte)
     cpu = config.run.device == "cpu"
     rows = -(-inference.batch_tokens // context)
     run = Execution(1, rows, tensor, byte=byte, cpu=cpu)
@@ -91,7 +94,7 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
     if stage.head is not None:
         drawn = min(inference.sequences, inference.batch_tokens)
         logits = drawn * int(config.model.vocab) * (byte + _LOGITS)
-    token_bytes = stage.cached(tensor) * byte
+    token_bytes = stage.cached_bytes(tensor, byte, exact)
     tokens = None
     if capacity is not None and token_bytes:
         room = (capacity - parameters - step - logits) * inference.memory_part
@@ -114,6 +117,19 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
         parameters + inference.sequences * length * token_bytes,
         length,
     )
+
+
+def _in_float64(stage: StageSpec, positions: Positions, byte: int) -> int:
+    """Bytes that the weights of products take besides, in ``precision.exact``."""
+    linears = (linear for block in stage.blocks for branch in block.parts for linear in branch.linears)
+    matrices = [parameter for linear in linears for parameter in linear.layers if parameter.matrix]
+    more = (8 - byte) * sum(parameter.elements(positions) for parameter in matrices)
+    if stage.head is None:
+        return more
+    if stage.head.tied == "here":  # which the embedding keeps
+        assert stage.embedding is not None
+        return more + 8 * sum(parameter.elements(positions) for parameter in stage.embedding.parameters)
+    return more + (8 - byte) * sum(parameter.elements(positions) for parameter in stage.head.parameters)
 
 
 def _forward(products: Sequence[Product]) -> float:

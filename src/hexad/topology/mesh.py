@@ -272,6 +272,18 @@ class Mesh:
             tree = replace(tree, channel=channel, timeout=timeout or tree.timeout)
         return Axis(name, world.ranks, world.rank, trace=trace, tree=tree)
 
+    def on_hosts(self) -> Axis:
+        """All ranks, with a process group for tensors in the hosts' memory; every rank calls this
+        together."""
+        world = self.world
+        if world.size == 1 or self.device.type == "cpu":
+            return world
+        with _not_splitting_the_default():
+            group = dist.new_group(
+                list(world.ranks), timeout=self.timeout, backend="gloo", group_desc="all hosts"
+            )
+        return Axis(world.name, world.ranks, world.rank, group, trace=world.trace, tree=world.tree)
+
     @property
     def trace(self) -> Any:
         """What this rank's collectives are doing, if something watches."""

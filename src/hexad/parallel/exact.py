@@ -33,6 +33,8 @@ _CHUNK = 1 << 21
 """Elements of a weight that are converted at a time: 16 MiB of float64."""
 _ROWS = 256
 """Of inputs that are multiplied at a time, so that what is made of them stays in the processor's caches."""
+_CACHED = 1 << 17
+"""Elements of which exponentials are computed at a time, for the same reason."""
 
 Total = Callable[[Tensor], Tensor]
 """Adds up what the ranks of an axis have."""
@@ -240,23 +242,31 @@ def sigmoid(x: Tensor) -> Tensor:
 # Softmax over a vocabulary
 
 
-def log_normaliser(logits: Tensor, vocab: int, axis: Axis = _ALONE) -> tuple[Tensor, Tensor, Tensor]:
+def log_normaliser(
+    logits: Tensor, vocab: int, axis: Axis = _ALONE, overwrite: bool = False
+) -> tuple[Tensor, Tensor]:
     """What log-probabilities are relative to.
 
     Args:
         logits: float32 ``[tokens, columns]``, this rank's of an axis; -inf in padding.
         vocab: real columns of all ranks.
         axis: of the ranks.
+        overwrite: the logits become exponentials, relative to the highest logit of each token.
 
     Returns:
-        float64 ``[tokens, 1]``, the logarithm of the sum of all exponentials: a token's log-probability is
-        its logit less that; and relative to the highest logit, exponentials ``[tokens, columns]`` and their
-        sum ``[tokens, 1]``.
+        float64 ``[tokens, 1]``: the logarithm of the sum of all exponentials (a token's log-probability is its
+        logit less that), and the sum of those relative to the highest logit.
     """
     highest = all_reduce(logits.amax(-1, keepdim=True), axis, "max")
-    exponentials = exp(logits - highest)
-    total = row_sum(exponentials.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS), axis)
-    return highest.double() + log(total), exponentials, total
+    total, unit = highest.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS)
+    rows = max(1, _CACHED // max(1, logits.shape[1]))
+    for part, high, sums in zip(logits.split(rows), highest.split(rows), total.split(rows)):
+        exponentials = exp(part - high)
+        sums.copy_(row_sum(exponentials.double(), unit))
+        if overwrite:
+            part.copy_(exponentials)
+    total = all_reduce(total, axis)
+    return highest.double() + log(total), total
 
 
 def log_softmax(logits: Tensor) -> Tensor:

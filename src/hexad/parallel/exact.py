@@ -15,7 +15,7 @@ register and those that are left over at the end of a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -155,25 +155,32 @@ def product(
         axis: whose ranks have other columns of ``x`` and ``weight``.
         total: adds up their products, float64 ``[tokens, out]``; may keep only some of the tokens.
     """
+    if total is None:
+        y = x.new_empty((len(x), len(weight)))
+        for rows, columns, parts in _blocks(x, weight, axis):
+            y[rows, columns] = _added(parts, None if bias is None else bias[columns])
+        return y
+    shape = len(x), len(weight)
+    sums = [x.new_empty(shape, dtype=torch.float64) for _ in range(Digits.of(x.dtype, 1).parts)]
+    for rows, columns, parts in _blocks(x, weight, axis):
+        for whole, part in zip(sums, parts):
+            whole[rows, columns] = part
+    return _added([total(whole) for whole in sums], bias).to(x.dtype)
+
+
+def _blocks(x: Tensor, weight: Tensor, axis: Axis) -> Iterator[tuple[slice, slice, Sequence[Tensor]]]:
+    """Rows and columns of a product, and the products of each part of the input, float64."""
     digits = Digits.of(x.dtype, x.shape[1] * axis.size)
-    unit, parts = top(x, axis) * 2.0 ** (1 - digits.part), digits.parts
+    unit = top(x, axis) * 2.0 ** (1 - digits.part)
     tops = None if weight.dtype == torch.float64 else top(weight, axis) * 2.0 ** (1 - digits.weight)
-    sums = [unit.new_empty((len(x), len(weight))) for _ in range(parts)] if total is not None else []
-    y = x.new_empty((len(x), len(weight))) if total is None else None
     step = max(1, _CHUNK // max(1, weight.shape[1]))
     for begin in range(0, len(weight), step):
         columns = slice(begin, begin + step)
         turned = (weight[columns] if tops is None else rounded(weight[columns].double(), tops[columns])).t()
         for first in range(0, len(x), _ROWS):
             rows = slice(first, first + _ROWS)
-            pieces = split(x[rows].float(), unit[rows], digits.part, parts)
-            if y is None:
-                for piece, whole in zip(pieces, sums):
-                    torch.mm(piece.double(), turned, out=whole[rows, columns])
-            else:
-                made = torch.mm(torch.cat(pieces).double(), turned).chunk(parts)
-                y[rows, columns] = _added(made, None if bias is None else bias[columns])
-    return y if y is not None else _added([total(part) for part in sums], bias).to(x.dtype)  # type: ignore
+            pieces = split(x[rows].float(), unit[rows], digits.part, digits.parts)
+            yield rows, columns, torch.mm(torch.cat(pieces).double(), turned).chunk(digits.parts)
 
 
 def _added(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -253,9 +260,8 @@ def log_normaliser(
         axis: of the ranks.
         overwrite: the logits become exponentials, relative to the highest logit of each token.
 
-    Returns:
-        float64 ``[tokens, 1]``: the logarithm of the sum of all exponentials (a token's log-probability is its
-        logit less that), and the sum of those relative to the highest logit.
+    Returns: float64 ``[tokens, 1]``: the logarithm of the sum of all exponentials (a token's log-probability
+    is its logit less that), and the sum of those relative to the highest logit.
     """
     highest = all_reduce(logits.amax(-1, keepdim=True), axis, "max")
     total, unit = highest.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS)

@@ -8,6 +8,8 @@ from hexad.planning.checks import planned_layout
 from hexad.topology.mesh import Mesh
 
 from ..generation.replicas import MODELS, Degrees, Room, settings, stage_of, written
+from ..generation.test_exact import MODELS as EXACT_MODELS
+from ..generation.test_exact import check_generated, generated
 from ..generation.test_parity import alone, in_order, requests_of
 
 pytestmark = [
@@ -62,3 +64,12 @@ def test_log_probabilities_are_those_of_the_training_forward_pass(name: str, dty
         expected = logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         values = [logprob.value for logprob in (*(result.scores or ()), *result.logprobs)]
         assert values == pytest.approx(expected, abs=limit)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", EXACT_MODELS)
+def test_exact_arithmetic_has_the_bits_of_the_cpu(name: str, dtype: str) -> None:
+    """Of the training forward pass there."""
+    results = generated(name, Degrees(), ROOMS["preemption"], dtype, torch.device("cuda"))
+    assert results is not None
+    check_generated(results, name, dtype)

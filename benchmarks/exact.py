@@ -117,7 +117,7 @@ def costs(work: Path, dtype: str, repeats: int) -> list[dict[str, Any]]:
 def bits(work: Path, dtype: str) -> dict[str, Any]:
     """How many log-probabilities differ between files of all layouts."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    common = [f"precision.dtype={dtype}", "--exact", "data.sequence=1024"]
+    common = [f"precision.dtype={dtype}", "--exact", "data.sequence=1536"]
     prompts = work / "prompts.jsonl"
     requests = json.loads((work / "requests.json").read_text())
     prompts.write_text("".join(json.dumps({"prompt": entry["prompt"]}) + "\n" for entry in requests))

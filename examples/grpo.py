@@ -77,17 +77,23 @@ class Objective:
         return -torch.minimum(ratio * advantage, clipped * advantage).where(wanted, 0.0).sum()
 
 
+def degrees(text: str) -> dict[str, int]:
+    """A layout: ``tensor=2,data=2``."""
+    return {name: int(ranks) for name, _, ranks in (pair.partition("=") for pair in text.split(","))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--warm", type=int, default=120, help="steps on right answers before")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--generate", default="", metavar="AXIS=RANKS,...", help="the generator's layout")
+    parser.add_argument(
+        "--generate", type=degrees, default={}, metavar="AXIS=RANKS,...", help="the generator's layout"
+    )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of training")
     arguments = parser.parse_args()
-    pairs = (pair.partition("=") for pair in filter(None, arguments.generate.split(",")))
-    layout = {name: int(ranks) for name, _, ranks in pairs}
+    layout = arguments.generate
     config = hexad.load_config(SETTINGS, arguments.overrides)
     with hexad.launch(config) as run:
         objective = Objective()

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 import hexad
 from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.losses import Outputs
 from hexad.generation.generator import Generator
+from hexad.generation.sampler import log_probabilities
+from hexad.topology.mesh import Axis
 
 from ..training.command import Process, RunFile, call, write_run
 from .test_update import engine_of
@@ -75,9 +80,9 @@ def test_sequences_of_tokens(single: RunFile, tmp_path: Path) -> None:
         ("{", "in.jsonl:2: not JSON"),
         ("[]", 'expected an object with "tokens", a list of ids'),
         ('{"tokens": "abc"}', 'expected an object with "tokens"'),
-        ('{"tokens": []}', "found [], expected ids of tokens, at least one"),
-        ('{"tokens": [1, "2"]}', "expected ids of tokens"),
-        ('{"tokens": [1, true]}', "expected ids of tokens"),
+        ('{"tokens": []}', "found [], expected a list of ids, at least one"),
+        ('{"tokens": [1, "2"]}', "expected a list of ids"),
+        ('{"tokens": [1, true]}', "expected a list of ids"),
         ('{"tokens": [1, 257]}', "found the id 257, expected 0 to 256"),
         ('{"tokens": [1], "prompt": [-1]}', "found token id -1"),
         ('{"tokens": [1], "prompt": 5}', "expected an object with"),
@@ -94,12 +99,18 @@ def test_a_line_that_cannot_be_scored(line: str, message: str, single: RunFile, 
 def test_files_that_cannot_be_used(single: RunFile, tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text('{"tokens": [1, 2]}\n')
+    partial = tmp_path / "x.partial"
+    partial.write_text('{"tokens": [1, 2]}\n')
     run = str(single.directory)
     for options, message in (
         (["--input", str(tmp_path / "none"), "--output", str(tmp_path / "out")], "cannot be read"),
-        (["--input", str(file), "--output", str(file)], "which is the input"),
+        (["--input", str(file), "--output", str(file)], "which would overwrite the input"),
+        (["--input", str(tmp_path), "--output", str(tmp_path / "out")], "is no regular file"),
+        (["--input", "/dev/null", "--output", str(tmp_path / "out")], "is no regular file"),
+        (["--input", str(file), "--output", "/dev/null"], "is no regular file"),
+        (["--input", str(partial), "--output", str(tmp_path / "x")], "which would overwrite the input"),
         (["--input", str(file), "--output", str(tmp_path / "a" / "b")], "no such directory"),
-        (["--input", str(file), "--output", str(tmp_path)], "is a directory"),
+        (["--input", str(file), "--output", str(tmp_path)], "is no regular file"),
     ):
         result = call("score", run, *options)
         assert result.status and message in result.err, result.err
@@ -119,6 +130,39 @@ def test_sequences_in_one_microbatch() -> None:
     assert made.documents == (0, 2, 3, 4)
     assert made.extras["weight"].tolist() == [[0.0, 0.5, 2.0, 0.0]]
     assert Microbatch.of_sequences([[4]], 3).tokens.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("given", "weights", "message"),
+    [
+        ([1], [[0.1, 0.2], [0.3]], "given: found 1 values for 2 sequences"),
+        ([0, 1], [[0.1, 0.2], [0.3]], "sequence 1: found 0 of 3 ids given"),
+        ([1, 3], [[0.1, 0.2], [0.3]], "sequence 2: found 3 of 2 ids given"),
+        ([1, 1], [[0.1], [0.2, 0.3]], "weight of sequence 1: found 1 values for 2 predicted tokens"),
+        ([1, 1], [[0.1, 0.2]], "weight: found 1 values for 2 sequences"),
+    ],
+)
+def test_values_that_do_not_fit_their_sequences(
+    given: list[int], weights: list[list[float]], message: str
+) -> None:
+    with pytest.raises(hexad.HexadError, match=message):
+        Microbatch.of_sequences([[1, 2, 3], [5, 6]], 1, given, {"weight": weights})
+
+
+def test_a_certain_token_has_the_same_bytes() -> None:
+    """0.0 in both, not -0.0."""
+    logits = torch.tensor([[60.0, 0.0, 1.0, 2.0]])
+    (sampled,) = log_probabilities(logits, torch.tensor([0]), [None], exactly=True)
+    outputs = mock.Mock(**{"_mesh.tensor": Axis("tensor"), "_stage.vocab": 4, "_stage.shard.exact": True})
+    outputs.local_logits.return_value = logits
+    (trained,) = Outputs.log_probabilities(outputs, torch.tensor([0])).tolist()
+    assert json.dumps([sampled.value, trained]) == "[0.0, 0.0]"
+
+
+def test_calls_with_something_else(single: RunFile) -> None:
+    for wrong in ([5, 6], [[1], []], [torch.tensor([1, 2])], ["ab"]):
+        with pytest.raises(hexad.HexadError, match=r"sequence \d: found .*, expected a list of ids"):
+            hexad.score(single.directory, wrong)  # type: ignore[arg-type]
 
 
 def test_frequencies_that_change_within_a_text() -> None:

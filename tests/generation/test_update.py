@@ -3,6 +3,7 @@ after every update, and in exact arithmetic the same log-probabilities, bit for 
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from hexad import Engine, Generator, HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.losses import Outputs
+from hexad.parallel import resharding
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.resharding import Transfer, minus
 from hexad.planning.checks import planned_layout
@@ -134,8 +136,10 @@ def test_parts_of_rectangles() -> None:
     assert [*minus(part, part)] == []
 
 
-def transferred(have: list[list[Rectangle]], need: list[list[Rectangle]]) -> tuple[int, bool]:
-    """What this rank receives, and whether it then has the right values."""
+def transferred(
+    have: list[list[Rectangle]], need: list[list[Rectangle]], message: int = 1 << 24
+) -> tuple[int, bool]:
+    """What this rank receives, in messages of so many elements, and whether it then has the right values."""
     world = len(have)
     mesh = Mesh.create(Layout(data=world, world=world), CPU)
     true = {
@@ -143,7 +147,8 @@ def transferred(have: list[list[Rectangle]], need: list[list[Rectangle]]) -> tup
     }
     held = [(rectangle, true[rectangle.name][rectangle.slices].contiguous()) for rectangle in have[mesh.rank]]
     places = [(rectangle, torch.full(rectangle.sizes, torch.nan)) for rectangle in need[mesh.rank]]
-    way = Transfer(have[mesh.rank], need[mesh.rank], mesh.world)
+    with mock.patch.object(resharding, "_MESSAGE", message):
+        way = Transfer(have[mesh.rank], need[mesh.rank], mesh.world)
     for _ in range(2):
         way.run(held, places, torch.float32)
     right = all(torch.equal(values, true[rectangle.name][rectangle.slices]) for rectangle, values in places)
@@ -165,8 +170,9 @@ def test_a_rank_receives_only_what_it_lacks(pool: Pool) -> None:
         [part("a", (0, 7), (2, 5)), part("b", (0, 11))],
         [part("a", (1, 6), (1, 4)), part("b", (1, 10))],
     ]
-    results = pool.run(3, transferred, rows, columns)
-    assert results == [(4 * 2, True), (3 * 3 + 11, True), (5 * 3 + 2, True)]
+    for message in (1 << 24, 9, 4, 1):
+        results = pool.run(3, transferred, rows, columns, message)
+        assert results == [(4 * 2, True), (3 * 3 + 11, True), (5 * 3 + 2, True)]
 
 
 def test_values_that_no_rank_has(pool: Pool) -> None:
@@ -183,7 +189,14 @@ def test_what_does_not_fit() -> None:
         pytest.raises(HexadError, match=r"model\.family: found 'llama', but the engine has 'qwen3'"),
     ):
         generator.update(other)
-    with pytest.raises(HexadError, match=r"found 1, expected parallel\.tensor 2"):
+        for wrong in (None, Engine(torch.nn.Linear(2, 2), engine.mesh, config_of())):
+            with pytest.raises(HexadError, match="expected an engine of a language model"):
+                generator.update(wrong)  # type: ignore[arg-type]
+        with pytest.raises(HexadError, match=r"score: found 5 among the sequences"):
+            generator.score([5])  # type: ignore[list-item]
+    with pytest.raises(HexadError, match=r"Generator: found 1 ranks, expected parallel\.tensor 2"):
         Generator(engine, tensor=2)
+    with pytest.raises(HexadError, match="overrides"):
+        Generator(engine, "precision.dtype=fp32")
     with pytest.raises(HexadError, match="engine of modules"):
         Generator(Engine(torch.nn.Linear(2, 2), engine.mesh, config_of()))

@@ -52,27 +52,37 @@ def score(source: str, nproc: int, exact: bool, **options: Any) -> int:
     request["overrides"] = exactly(options["overrides"], exact)
     # Refuse what is wrong before any rank is started.
     saved = scored_model(request["source"], request["overrides"], ranks)
+    _check_files(request["file"], request["output"])
     request["rows"] = sum(1 for _ in _sequences(request["file"], saved))
-    _replace_later(request["output"], request["file"])
     return run_ranks("score", request, nproc)
 
 
-def _replace_later(output: str, file: str) -> None:
-    """See that a file can be written beside the output, which replaces it when it is complete.
+def _partial(output: str) -> Path:
+    """What is written until the output is complete, and then takes its name."""
+    return Path(f"{output}.partial")
+
+
+def _check_files(file: str, output: str) -> None:
+    """See that the input can be read several times, and the output replaced.
 
     Raises:
-        HexadError: it cannot, or the output is the input.
+        HexadError: they cannot, or are the same.
     """
+    if Path(file).exists() and not Path(file).is_file():
+        raise HexadError(
+            f"--input: {file}: is no regular file, and lines are read more than once; give a file"
+        )
     path = Path(output)
-    if path.exists() and os.path.samefile(path, file):
-        raise HexadError(f"--output: found {output}, which is the input; give another file")
     if not path.parent.is_dir():
         raise HexadError(f"--output: {path.parent}: no such directory")
-    if path.is_dir():
-        raise HexadError(f"--output: {output}: is a directory; give a file")
+    if path.exists() and not path.is_file():
+        raise HexadError(f"--output: {output}: is no regular file; give one, or a new name")
+    for written in (path, _partial(output)):
+        if written.exists() and Path(file).exists() and os.path.samefile(written, file):
+            raise HexadError(f"--output: found {output}, which would overwrite the input; give another file")
 
 
-Row = tuple[dict[str, Any], tuple[int, ...], int]
+Row = tuple[dict[str, Any], list[int], int]
 """A line, the ids of its sequence, and how many of them are its prompt's (0 without one)."""
 
 
@@ -94,7 +104,7 @@ def _sequences(file: str, saved: SavedModel) -> Iterator[Row]:
                 name = f"--input: {file}:{number}"
                 row = _parsed(line, name)
                 prompt = prompt_ids(row, name)
-                ids = (*prompt, *row["tokens"])
+                ids = [*prompt, *row["tokens"]]
                 check_sequence(ids, name, int(saved.config.model.vocab), saved.most_positions)
                 yield row, ids, len(prompt)
     except (OSError, UnicodeDecodeError) as error:
@@ -144,15 +154,14 @@ def score_here(request: dict[str, Any]) -> None:
         world = run.mesh.world
         scorer = Scorer(run.resolved, run.mesh, saved.weights)
         rows = _sequences(request["file"], saved)
-        partial = Path(f"{request['output']}.partial")
-        first = world.rank == 0
+        partial, first = _partial(request["output"]), world.rank == 0
         with TokenProgress("sequences", request["rows"], shown=first) as progress:
             while wave := from_first(lambda: _wave(rows, scorer.wave), world):
                 scores = scorer.scores([ids for _, ids, _ in wave])
                 new = progress.done == 0
                 from_first(lambda: _write(partial, wave, scores, new), world)  # noqa: B023 (called here)
                 progress.add(len(wave), sum(len(ids) - 1 for _, ids, _ in wave))
-        from_first(lambda: _finish(partial, request["output"], progress.done), world)
+        from_first(lambda: _finish(partial, request, progress.done), world)
     if first:
         click.echo(progress.summary(request["output"]), err=True)
 
@@ -181,11 +190,14 @@ def _write(path: Path, wave: list[Row], scores: list[list[float]], new: bool) ->
         raise HexadError(f"--output: {path}: cannot be written: {one_line(error)}") from None
 
 
-def _finish(partial: Path, output: str, rows: int) -> None:
+def _finish(partial: Path, request: Mapping[str, Any], rows: int) -> None:
     """Put the complete file in its place."""
+    output = request["output"]
+    if rows != request["rows"]:
+        raise HexadError(f"--input: {request['file']}: found {rows} lines, and {request['rows']} before")
     try:
         if not rows:
-            partial.touch()
+            partial.write_text("")
         os.replace(partial, output)
     except OSError as error:
         raise HexadError(f"--output: {output}: cannot be written: {one_line(error)}") from None

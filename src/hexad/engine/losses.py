@@ -62,7 +62,8 @@ class Outputs:
         """
         wanted = self._microbatch.labels if labels is None else labels
         stage, axis = self._stage, self._mesh.tensor
-        return -cross_entropy(self.local_logits(), wanted.flatten(), stage.vocab, axis, stage.shard.exact)
+        losses = cross_entropy(self.local_logits(), wanted.flatten(), stage.vocab, axis, stage.shard.exact)
+        return 0.0 - losses  # of a certain token 0.0, not -0.0, as where tokens are sampled
 
     def whole(self, values: Tensor) -> Tensor:
         """Values of this rank's tokens, ``[tokens, ...]``, with those of all context ranks: ``[sequences,

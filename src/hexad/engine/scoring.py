@@ -17,15 +17,16 @@ from hexad.topology.mesh import Mesh
 from .engine import Engine
 from .losses import Outputs
 
+_LOGITS = 1 << 27
+"""Of a rank that exist at a time, about; more where one sequence has more."""
+
 
 class Scorer:
     """A model that scores sequences. All ranks construct it and call it together, with the same arguments.
 
-    Args:
-        resolved: settings; ``data.sequence`` x ``batch.micro`` tokens are computed at a time, or one longer
-            sequence.
-        mesh: of the ranks.
-        source: a checkpoint's directory, or ``hf:DIR``; None: the model has its initial weights.
+    Args: resolved: settings; ``data.sequence`` x ``batch.micro`` tokens are computed at a time, less where
+    these have many logits, or one longer sequence. mesh: of the ranks. source: a checkpoint's directory, or
+    ``hf:DIR``; None: the model has its initial weights.
 
     Raises:
         AgreedError: the weights cannot be used.
@@ -39,7 +40,8 @@ class Scorer:
         self._engine = engine
         config, self._mesh, self._made = resolved.config, mesh, list[Tensor]()
         self._multiple = config.parallel.token_multiple
-        self._most = config.batch.micro * config.data.sequence
+        columns = -(-int(config.model.vocab) // mesh.tensor.size)
+        self._most = min(config.batch.micro * config.data.sequence, max(1, _LOGITS // columns))
 
     @property
     def wave(self) -> int:
@@ -111,8 +113,8 @@ def check_sequence(ids: Sequence[int], name: str, vocab: int, positions: int | N
     Raises:
         HexadError: no ids, or others than the model has; more than it has positions for.
     """
-    if not ids or any(type(token) is not int for token in ids):
-        raise HexadError(f"{name}: found {list(ids)!r:.100}, expected ids of tokens, at least one")
+    if not isinstance(ids, list | tuple | range) or not ids or any(type(token) is not int for token in ids):
+        raise HexadError(f"{name}: found {ids!r:.100}, expected a list of ids, at least one")
     if wrong := next((token for token in ids if not 0 <= token < vocab), None):
         raise HexadError(f"{name}: found the id {wrong}, expected 0 to {vocab - 1} (model.vocab {vocab})")
     if positions is not None and len(ids) - 1 > positions:

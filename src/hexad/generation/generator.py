@@ -4,7 +4,7 @@ data ranks: the one generator behind the commands, the server, evaluation and th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar, Unpack
@@ -47,7 +47,8 @@ class Generator:
 
     Args:
         source: a run, a checkpoint, ``hf:DIR``, or what :func:`generating_model` returned; or an engine that
-            trains a language model in this world, whose weights :meth:`update` takes again.
+            trains a language model in this world, whose weights :meth:`update` takes again. Its process
+            groups last as long as the world: make one generator for an engine, not one for each step.
         overrides: of its settings, as in ``precision.dtype=fp32``.
         degrees: of ``tensor``, ``context``, ``pipeline`` and ``data``: short for ``parallel.tensor=2``. Ranks
             that are left are tensor-parallel, or beside an engine have replicas.
@@ -70,18 +71,7 @@ class Generator:
         self._stack = ExitStack()
         try:
             if isinstance(source, Engine):
-                if source.language is None:
-                    raise HexadError(
-                        "Generator: found an engine of modules; it takes that of a language model"
-                    )
-                saved = model_in_training(source.config, overrides, degrees, source.mesh.layout.world)
-                # Groups of its own, over the same ranks.
-                layout, timeout = (
-                    planned_layout(saved.config, source.mesh.layout.world),
-                    saved.config.run.timeout,
-                )
-                mesh = Mesh.create(layout, source.mesh.device, timeout, source.mesh.trace)
-                self._build(saved, mesh, resolved_alike(saved.config, mesh), source)
+                self._beside(source, overrides, degrees)
             else:
                 given: Iterable[str] = overrides
                 if not isinstance(overrides, str):  # which is refused
@@ -94,19 +84,31 @@ class Generator:
             self._stack.close()
             raise
 
+    def _beside(self, engine: Engine, overrides: Iterable[str], degrees: Mapping[str, int]) -> None:
+        """Begin with the weights of an engine, over the same ranks, with process groups of its own."""
+        if engine.language is None:
+            raise HexadError("Generator: found an engine of modules; it takes that of a language model")
+        world = engine.mesh.layout.world
+        saved = model_in_training(engine.config, overrides, degrees, world)
+        layout = planned_layout(saved.config, world)
+        mesh = Mesh.create(layout, engine.mesh.device, saved.config.run.timeout, engine.mesh.trace)
+        self._build(saved, mesh, resolved_alike(saved.config, mesh), engine)
+
     def _build(self, saved: SavedModel, mesh: Mesh, resolved: Resolved, engine: Engine | None = None) -> None:
         self.saved, self._mesh, config, layers = saved, mesh, resolved.config, resolved.plan.layers
         self.first = mesh.rank == 0
         self.tokenizer = agreed(saved.tokenizer, mesh.world)
         if engine is None:
             self._model = load_model(config, saved.weights, mesh, layers)
+            self._weights = Weights(self._model)
+            self._weights.pack()
         else:
             dtype = DTYPES[config.precision.dtype]
             self._model = converted(build_model(config, mesh, layers, dtype), dtype)
-        self._weights = Weights(self._model)
-        if engine is None:
-            self._weights.pack()
+            self._weights = Weights(self._model)
+            self._take(engine)
         self._constraints = Constraints(self.tokenizer, self._model.vocab)
+        # Its cache takes of the memory that is left.
         self._replica = make_replica(
             self._model, config, mesh, saved.positions, self.tokenizer, self._constraints
         )
@@ -117,8 +119,6 @@ class Generator:
         if self.first:
             self.front = self._stack.enter_context(Front(self._replica, self._links))
         self.encoder = PromptEncoder(saved, self.tokenizer)
-        if engine is not None:
-            self.update(engine)
 
     def update(self, engine: Engine) -> None:
         """Take the weights of an engine that trains the same model in the same processes, in any layout: each
@@ -127,6 +127,8 @@ class Generator:
         Raises:
             HexadError: the engine is that of another model, or of other ranks.
         """
+        if not isinstance(engine, Engine) or engine.language is None:
+            raise HexadError(f"update: found {engine!r:.60}, expected an engine of a language model")
         if engine.mesh.layout.world != self._mesh.layout.world:
             ranks = f"{engine.mesh.layout.world} ranks, and the generator {self._mesh.layout.world}"
             raise HexadError(f"update: the engine has {ranks}; both need the same")
@@ -134,6 +136,10 @@ class Generator:
         if (difference := different_setting(saved, self.saved.config)) is not None:
             name, ours, theirs = difference
             raise HexadError(f"update: {name}: found {ours!r}, but the engine has {theirs!r}")
+        self._take(engine)
+        self.scheduler.pool.forget()  # keys of other weights
+
+    def _take(self, engine: Engine) -> None:
         held = engine.published()
         needed = [(rectangle, values) for rectangle, values, _ in self._weights.pieces()]
         if engine not in self._transfers:
@@ -141,7 +147,6 @@ class Generator:
             self._transfers[engine] = Transfer(have, need, self._mesh.world)
         self._transfers[engine].run(held, needed, DTYPES[engine.config.precision.dtype])
         self._weights.pack()
-        self.scheduler.pool.forget()  # keys of other weights
 
     @property
     def sequences(self) -> int:
@@ -299,6 +304,8 @@ class Generator:
         """
 
         def scored() -> list[Continuation]:
+            if wrong := [ids for ids in sequences if not isinstance(ids, Sequence) or isinstance(ids, str)]:
+                raise HexadError(f"score: found {wrong[0]!r:.60} among the sequences, expected lists of ids")
             prompts: list[Prompt] = [{"prompt": list(ids)} for ids in sequences]
             requests = self.requests(prompts, Wanted(tokens=0, prompt_logprobs=top))
             return sorted((text for _, text in self.written(requests)), key=lambda text: text.number)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
-from hexad.model.exact_attention import Keys, Visible, attend, attend_run, on_grid
+from hexad.model.exact_attention import Keys, Visible, Wide, attend, attend_run, on_grid
 from hexad.model.exact_attention import Run as KeyRun
 from hexad.parallel.context.attention import merge_
 
@@ -338,7 +338,7 @@ class ExactMemory(Memory):
         return parts
 
     def _kept(self, slots: NDArray[np.int64], device: torch.device) -> Keys:
-        """What is kept at some slots, ``[..., ]`` of their shape."""
+        """What is kept at some slots, in their shape."""
         where = streams.of(device).moved(torch.from_numpy(slots.ravel()), device)
         kept = self.keys, self.values, self.tops
         return Keys(*(tensor.index_select(0, where).unflatten(0, slots.shape) for tensor in kept))
@@ -354,7 +354,7 @@ class ExactMemory(Memory):
         end = streams.of(device).moved(torch.tensor(seen), device)[:, None]
         visible = Visible(torch.zeros_like(end), end, end, min(seen) == max(seen))
         rows = q.narrow(0, ones[0].rows[0], len(ones))[:, None]
-        return attend(rows, self._kept(slots, device), visible, kernel.scale)[:, 0]
+        return attend(rows.contiguous(), Wide.of(self._kept(slots, device)), visible, kernel.scale)[:, 0]
 
 
 def _slots(one: Queries, begin: int) -> NDArray[np.int64]:

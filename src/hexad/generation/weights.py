@@ -31,10 +31,13 @@ class Weights:
         self._declared = declared_parameters(model)
         self._shapes = [declared.parameter.shape for declared in self._declared]
         self._linears = [*_linears(model)]
+        self._alone = Axis("tensor")
 
     def pieces(self) -> Iterator[tuple[Rectangle, Tensor, bool]]:
-        """(part of a global tensor, this rank's values of it, whether it is frozen) of everything, set to
-        zero where it is not here."""
+        """(part of a global tensor, this rank's values of it, whether it is frozen) of everything; zeros
+        where the values were given up by :meth:`pack`, which has to follow."""
+        for module, name, weight in self._linears:
+            setattr(module, name, weight)  # its other form goes first
         for declared, shape in zip(self._declared, self._shapes):
             parameter = declared.parameter
             if parameter.shape != shape:  # its place was given up
@@ -60,7 +63,7 @@ class Weights:
         embedding = self._model.embedding
         tied = None if embedding is None else embedding.weight
         for module, name, weight in self._linears:
-            axis = shard.tensor if isinstance(module, RowParallelLinear) else Axis("tensor")
+            axis = shard.tensor if isinstance(module, RowParallelLinear) else self._alone
             made = exact.weight_on_grid(weight.data, dtype, axis) if shard.exact else packed(weight.data)
             setattr(module, name, nn.Parameter(made, requires_grad=False))
             if weight is not tied:

@@ -96,54 +96,70 @@ class Visible(NamedTuple):
         return (count * 2.0 ** (digits + 1 - exact.DIGITS)).clamp(min=2.0**-exact.MOST_DIGITS)
 
 
-def attend(q: Tensor, kept: Keys, visible: Visible, scale: float) -> Tensor:
+class Wide(NamedTuple):
+    """Keys and values in float64, as products read them.
+
+    Attributes:
+        keys, values: ``[sequences * key/value heads, keys, width]``.
+        tops: float32 ``[sequences * key/value heads, keys]``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tops: Tensor
+
+    @classmethod
+    def of(cls, kept: Keys) -> Wide:
+        """Of some sequences', ``[sequences, keys, key/value heads, ...]``."""
+        keys, values = (
+            x.permute(0, 2, 1, 3).to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+            for x in kept[:2]
+        )
+        return cls(keys, values, kept.tops.permute(0, 2, 1).flatten(0, 1))
+
+
+def attend(q: Tensor, kept: Wide, visible: Visible, scale: float) -> Tensor:
     """Attention of some sequences' queries.
 
     Args:
         q: ``[sequences, queries, heads, width]``.
-        kept: from :func:`on_grid`, ``[sequences, keys, key/value heads, ...]``; finite.
+        kept: of these sequences, and the key/value heads of these heads; finite.
         visible: which keys each query sees: at least one.
         scale: of the scores.
 
     Returns:
         ``[sequences, queries, heads, width]``.
     """
-    (_, queries, heads, _), (keys, groups) = q.shape, kept.keys.shape[1:3]
-    wide = q.double()
-    wide = exact.rounded(wide, exact.top(wide) * 2.0 ** (1 - _score_digits(q)))
-    # [sequences * groups, heads of a group * queries, width]
-    wide = wide.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1)
-    k, v = (_by_group(tensor) for tensor in kept[:2])
-    scores = torch.bmm(wide, k.transpose(1, 2)).float().mul_(scale)
+    (sequences, queries, heads, width), keys = q.shape, kept.keys.shape[1]
+    groups = len(kept.keys) // sequences
+    several = sequences, groups, heads // groups, queries
+    # [sequences * groups, heads of a group * queries, ...]
+    rows = (
+        q.view(sequences, queries, groups, -1, width)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(len(kept.keys), -1, width)
+    )
+    rows = exact.rounded(rows.double(), exact.top(rows) * 2.0 ** (1 - _score_digits(q)))
+    scores = torch.bmm(rows, kept.keys.transpose(1, 2)).float().mul_(scale)
     hidden = visible.hidden(keys)
     if hidden is not None:
-        scores.view(-1, groups, heads // groups, queries, keys).add_(hidden[:, None, None])
+        scores.view(*several, keys).add_(hidden[:, None, None])
     weights = exact.exp(scores.sub_(scores.amax(-1, keepdim=True)))
     # Larger ones become multiples of larger units, which are multiples of this one too.
     weights = exact.rounded(weights, _WEIGHT_UNIT)
     total = weights.sum(-1, keepdim=True, dtype=torch.float64)
     # Values are relative to their largest elements, which weights are multiplied by.
-    weights.mul_(kept.tops.permute(0, 2, 1).flatten(0, 1)[:, None])
-    unit = visible.units(_value_digits(kept.values.dtype))
-    unit = (
-        unit[:, None, None, :, None].expand(-1, groups, heads // groups, -1, -1).flatten(0, 1).flatten(1, 2)
-    )
-    highest, parts = (
-        exact.power(weights.amax(-1, keepdim=True).double()),
-        2 if q.dtype == torch.float32 else 1,
-    )
-    out, *more = (
-        torch.bmm(part.double(), v) for part in exact.split(weights, highest * (2 * unit), unit, parts)
-    )
+    weights.mul_(kept.tops[:, None])
+    parts = 2 if q.dtype == torch.float32 else 1
+    unit = visible.units(_value_digits(q.dtype))
+    unit = unit[:, None, None, :, None].expand(*several, 1).reshape(len(weights), -1, 1)
+    highest = exact.power(weights.amax(-1, keepdim=True).double())
+    pieces = exact.split(weights, highest * (2 * unit), unit, parts)
+    out, *more = (torch.bmm(piece.double(), kept.values) for piece in pieces)
     for part in more:
         out += part
     out = (out / total).to(q.dtype)
-    return out.view(-1, groups, heads // groups, queries, q.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _by_group(x: Tensor) -> Tensor:
-    """``[sequences, keys, groups, width]`` -> float64 ``[sequences * groups, keys, width]``."""
-    return x.permute(0, 2, 1, 3).to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
+    return out.view(*several, width).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class Run(NamedTuple):
@@ -163,25 +179,32 @@ class Run(NamedTuple):
 def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
     """``q [tokens, heads, width]`` of a run, and ``kept [keys, ...]`` from :func:`on_grid`, up to those of
     the last token at least -> ``[tokens, heads, width]``."""
-    outputs = []
-    for begin, end in _tiles(q.shape[0], q.shape[1], run):
+    groups = kept.keys.shape[1]
+    wide, heads, out = Wide.of(kept.part(None)), q.shape[1] // groups, torch.empty_like(q)
+    for begin, end, first, last in _tiles(len(q), heads, groups, run):
         position = torch.arange(run.position + begin, run.position + end, device=q.device)[None]
         seen = position + 1 if run.window is None else (position + 1).clamp(max=run.window)
-        first = run.position + begin + 1
-        low = max(run.origin, 0 if run.window is None else first - run.window)
+        low = run.origin if run.window is None else max(run.origin, run.position + begin + 1 - run.window)
         keys = slice(low - run.origin, run.position + end - run.origin)
         visible = Visible(position + 1 - seen - low, position + 1 - low, seen, end == begin + 1)
-        outputs.append(attend(q[None, begin:end], kept.part(None, keys), visible, scale)[0])
-    return torch.cat(outputs) if outputs else q
+        mine, some = slice(first * heads, last * heads), slice(first, last)
+        part = Wide(wide.keys[some, keys], wide.values[some, keys], wide.tops[some, keys])
+        out[begin:end, mine] = attend(q[None, begin:end, mine].contiguous(), part, visible, scale)[0]
+    return out
 
 
-def _tiles(tokens: int, heads: int, run: Run) -> Iterator[tuple[int, int]]:
-    """Runs of queries with about :data:`_SCORES` scores."""
+def _tiles(tokens: int, heads: int, groups: int, run: Run) -> Iterator[tuple[int, int, int, int]]:
+    """Queries, first and end, and key/value heads with ``heads`` heads each, such that there are about
+    :data:`_SCORES` scores: of many queries, which share the work of a key, before several heads."""
     begin = 0
     while begin < tokens:
-        keys = run.position + begin + 1
-        rows = max(1, _SCORES // (heads * (keys if run.window is None else min(keys, run.window))))
-        yield begin, (begin := min(tokens, begin + min(rows, 256)))
+        seen = run.position + begin + 1
+        keys = seen if run.window is None else min(seen, run.window)
+        end = min(tokens, begin + min(256, max(1, _SCORES // (heads * keys))))
+        several = max(1, _SCORES // (heads * (keys + end - begin) * (end - begin)))
+        for first in range(0, groups, several):
+            yield begin, end, first, min(groups, first + several)
+        begin = end
 
 
 def attention(

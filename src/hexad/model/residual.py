@@ -26,19 +26,22 @@ class Residual:
         multiplier: of the branch.
         dropper: what is dropped of it.
         compiled: see :mod:`hexad.parallel.pointwise`.
+        exact: see :mod:`hexad.parallel.exact`.
     """
 
     multiplier: float
     dropper: Dropper
     compiled: bool
+    exact: bool = False
 
     def add(self, x: Tensor, branch: Tensor, rows: Tensor | None) -> Tensor:
         """``x`` plus the branch, both ``[tokens, hidden]``; ``rows``: dropout's keys, None for none."""
         if rows is not None and self._in_one:
             return applied(_Add, x, branch, rows, self)
         branch = branch if rows is None else self.dropper(branch, rows)
-        # Not add's alpha: whether that rounds once or twice depends on an element's place.
-        return x + (branch if self.multiplier == 1 else branch * self.multiplier)
+        if self.exact and self.multiplier != 1:  # whether alpha rounds once or twice depends on the place
+            return x + branch * self.multiplier
+        return torch.add(x, branch, alpha=self.multiplier)
 
     def add_and_normalise(
         self, x: Tensor, branch: Tensor, rows: Tensor | None, norm: Norm

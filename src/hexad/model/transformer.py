@@ -76,7 +76,7 @@ class Block(nn.Module):
             self.add_module(norm.name.rpartition(".")[2], norms[-1])
             self.add_module(branch.name.rpartition(".")[2], branches[-1])
             dropper = Dropper(model.dropout, layer, site, shard.device, shard.compiled)
-            residuals.append(Residual(model.residual_multiplier, dropper, shard.compiled))
+            residuals.append(Residual(model.residual_multiplier, dropper, shard.compiled, shard.exact))
         self.norms, self.branches, self.residuals = norms, cast(list[Branch], branches), residuals
 
     def forward(self, x: Tensor, where: Geometry) -> Tensor:

@@ -72,31 +72,28 @@ MOST_DIGITS = 21
 """Of what is rounded in float32."""
 
 
-def split(x: Tensor, unit: Tensor, digits: int | Tensor, parts: int) -> list[Tensor]:
-    """Float32 ``x`` as a sum of parts: the first of multiples of ``unit``, each other one of a unit that is
-    ``2^digits`` times smaller; what remains is dropped.
+def split(x: Tensor, unit: Tensor, smaller: Tensor | float, parts: int) -> list[Tensor]:
+    """Float32 ``x`` as a sum of parts: the first of multiples of ``unit``, a second one of those of ``unit *
+    smaller``; what remains is dropped.
 
     Args:
-        x: less than ``2^21`` units.
+        x: less than ``2^21`` units, and than ``2^115``, above which parts are no numbers.
         unit: float64, broadcast.
-        digits: of the first part, at most :data:`MOST_DIGITS`; or float64 ``2^-digits``, broadcast.
+        smaller: a power of two, broadcast: ``2^-n`` where the first part has ``n`` digits.
         parts: one or two.
     """
     first = rounded(x, unit)
     if parts == 1:
         return [first]
-    smaller = digits if isinstance(digits, Tensor) else 2.0**-digits
     return [first, rounded(x - first, unit * smaller)]
 
 
 # Sums
 
 
-def row_sum(x: Tensor, unit: Tensor | float, axis: Axis = _ALONE) -> Tensor:
-    """``[..., 1]``: the sums of float64 rows, over an axis's ranks. ``unit`` is that of the terms: no sum has
-    ``2^53`` of them."""
-    total = rounded(x, unit).sum(-1, keepdim=True)
-    return all_reduce(total, axis) if axis.size > 1 else total
+def row_sum(x: Tensor, unit: Tensor | float) -> Tensor:
+    """``[..., 1]``: the sums of float64 rows. ``unit`` is that of the terms: no sum has ``2^53`` of them."""
+    return rounded(x, unit).sum(-1, keepdim=True)
 
 
 def mean(x: Tensor) -> Tensor:
@@ -179,7 +176,7 @@ def _blocks(x: Tensor, weight: Tensor, axis: Axis) -> Iterator[tuple[slice, slic
         turned = (weight[columns] if tops is None else rounded(weight[columns].double(), tops[columns])).t()
         for first in range(0, len(x), _ROWS):
             rows = slice(first, first + _ROWS)
-            pieces = split(x[rows].float(), unit[rows], digits.part, digits.parts)
+            pieces = split(x[rows].float(), unit[rows], 2.0**-digits.part, digits.parts)
             yield rows, columns, torch.mm(torch.cat(pieces).double(), turned).chunk(digits.parts)
 
 

@@ -3,6 +3,7 @@ copy of all on any: each rank receives what it lacks."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from .rectangle import Rectangle
 Held = tuple[Rectangle, Tensor]
 """Part of a global tensor, and its values or the place for them, of the same sizes."""
 _MESSAGE = 1 << 24
-"""Elements that a rank receives at a time, about."""
+"""Elements that a rank receives at a time, about; one that many ask sends as many more."""
 
 
 class _Piece(NamedTuple):
@@ -83,24 +84,27 @@ class Transfer:
         if problem is not None:
             raise HexadError(problem)
         self._local = [piece for piece in pieces if piece.source == axis.rank]
-        away = [piece for piece in pieces if piece.source != axis.rank]
-        ends = accumulate(piece.part.numel for piece in away)
-        wanted: dict[int, list[tuple[int, int, _Piece]]] = {}
-        last = 0
-        for piece, end in zip(away, ends):
-            last = (end - 1) // _MESSAGE
-            wanted.setdefault(piece.source, []).append((axis.rank, last, piece))
-        self._rounds = merged(last + 1 if away else 0, axis, max)
-        everything = merged(wanted, axis, _appended)
-        self._sent = everything.get(axis.rank, [])
-        self._received = [
-            (piece.source, number, piece) for parts in wanted.values() for _, number, piece in parts
-        ]
+        away = [short for piece in pieces if piece.source != axis.rank for short in _short(piece)]
+        ends = [*accumulate(piece.part.numel for piece in away)]
+        numbers = [(end - 1) // _MESSAGE for end in ends]  # of the messages that they come in
+        count = merged(numbers[-1] + 1 if numbers else 0, axis, max)
+        wanted: list[list[tuple[int, _Piece]]] = [[] for _ in range(axis.size)]
+        for number, piece in zip(numbers, away):
+            wanted[piece.source].append((number, piece))
+        asked = _exchanged(wanted, axis)
+        # By message: rank and piece, in an order that is the same on both sides.
+        self._sent, self._received = (
+            [
+                [(rank, piece) for rank, side in enumerate(sides) for n, piece in side if n == number]
+                for number in range(count)
+            ]
+            for sides in (asked, wanted)
+        )
 
     @property
     def received(self) -> int:
         """Elements that this rank receives from others."""
-        return sum(piece.part.numel for _, _, piece in self._received)
+        return sum(piece.part.numel for message in self._received for _, piece in message)
 
     @torch.no_grad()
     def run(self, held: Sequence[Held], needed: Sequence[Held], dtype: torch.dtype) -> None:
@@ -114,11 +118,7 @@ class Transfer:
         for _, having, place, part in self._local:
             _view(needed[place], part).copy_(_view(held[having], part).to(dtype))
         size, device = self._axis.size, needed[0][1].device if needed else held[0][1].device
-        for turn in range(self._rounds):
-            sent, received = (
-                sorted(((rank, piece) for rank, number, piece in side if number == turn), key=_order)
-                for side in (self._sent, self._received)
-            )
+        for sent, received in zip(self._sent, self._received):
             parts = [_view(held[piece.having], piece.part).to(dtype).flatten() for _, piece in sent]
             message = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
             arrived = all_to_all(message, self._axis, _counts(sent, size), _counts(received, size))
@@ -127,18 +127,30 @@ class Transfer:
                 _view(needed[piece.place], piece.part).copy_(values.view(piece.part.sizes))
 
 
-def _order(item: tuple[int, _Piece]) -> tuple[object, ...]:
-    """The same order for both sides of a message."""
-    rank, piece = item
-    return rank, piece.having, piece.place, piece.part.offset
+def _short(piece: _Piece) -> Iterator[_Piece]:
+    """A piece in runs of rows with about :data:`_MESSAGE` elements at most."""
+    part = piece.part
+    rows = max(1, _MESSAGE * part.sizes[0] // part.numel)
+    for begin in range(0, part.sizes[0], rows):
+        yield piece._replace(part=part.rows(begin, min(begin + rows, part.sizes[0])))
+
+
+def _exchanged(values: Sequence[Any], axis: Axis) -> list[Any]:
+    """What every rank has for this one, given what this one has for each; all ranks together."""
+    contents = [pickle.dumps(value) for value in values]
+    sizes = torch.tensor([len(content) for content in contents], device=axis.device)
+    arriving = all_to_all(sizes, axis).tolist()
+    message = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).to(axis.device)
+    arrived = all_to_all(message, axis, sizes.tolist(), arriving).cpu()
+    return [pickle.loads(part.numpy().tobytes()) for part in arrived.split(arriving)]
 
 
 def _appended(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
-    """Lists or tuples by key, those of both behind each other."""
-    return {
-        key: one[key] + other[key] if key in one and key in other else (one | other)[key]
-        for key in one | other
-    }
+    """Tuples by key, those of both behind each other."""
+    both = dict(one)
+    for key, value in other.items():
+        both[key] = both[key] + value if key in both else value
+    return both
 
 
 def _counts(pieces: Sequence[tuple[int, _Piece]], size: int) -> list[int]:
@@ -152,12 +164,12 @@ def _counts(pieces: Sequence[tuple[int, _Piece]], size: int) -> list[int]:
 def _found(
     holders: dict[tuple[Rectangle, ...], tuple[int, ...]], needed: Sequence[Rectangle], rank: int
 ) -> tuple[list[_Piece], str | None]:
-    """Where this rank gets what it needs: from itself as far as possible, else from ranks that hold the same
-    in turn; and what is wrong, if something is."""
+    """Where this rank gets what it needs: from itself as far as possible, else from the nearest of the ranks
+    that hold the same; and what is wrong, if something is."""
     known: dict[str, list[tuple[int, int, Rectangle]]] = {}
     own_first = sorted(holders.items(), key=lambda item: (rank not in item[1], item[1]))
     for rectangles, ranks in own_first:
-        source = rank if rank in ranks else ranks[rank % len(ranks)]
+        source = min(ranks, key=lambda other: (abs(other - rank), other))
         for index, rectangle in enumerate(rectangles):
             known.setdefault(rectangle.name, []).append((source, index, rectangle))
     pieces: list[_Piece] = []

@@ -157,14 +157,17 @@ def model_in_training(
         tree.pop(name, None)
     tree["parallel"] = {"sequence": False, "tensor": 1, **degrees}
     tree["batch"] = {"micro": 1, "global": 1}
-    apply_overrides(tree, [*overrides])
-    made = _with_ranks(build_config(tree), True, ranks)
+    if config.precision.dtype == "fp8":
+        tree["precision"]["dtype"] = "bf16"  # what the weights are in
+    apply_overrides(tree, overrides)
+    made = _with_ranks(build_config(tree), True, ranks, "Generator")
     resolve(made, planned_layout(made, ranks))
     return SavedModel(config.model.load or "", made, int(config.model.max_positions))
 
 
-def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
-    """The configuration with degrees that use all ranks, and a length that context ranks divide."""
+def _with_ranks(config: Config, tensor_given: bool, ranks: int, field: str = "--nproc") -> Config:
+    """The configuration with degrees that use all ranks, and a length that context ranks divide; ``field`` is
+    named where they do not."""
     parallel, data = config.parallel, config.data
     others = parallel.context * parallel.pipeline
     if tensor_given and parallel.data == "auto" and ranks % (parallel.tensor * others) == 0:
@@ -174,8 +177,8 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
         parallel = parallel.model_copy(update={"tensor": ranks // (others * replicas)})
     if (product := parallel.tensor * others * replicas) != ranks:
         raise ConfigError(
-            "--nproc",
-            f"found {ranks}, expected parallel.tensor {parallel.tensor} x parallel.context "
+            field,
+            f"found {ranks} ranks, expected parallel.tensor {parallel.tensor} x parallel.context "
             f"{parallel.context} x parallel.pipeline {parallel.pipeline} x parallel.data {replicas} = "
             f"{product}",
         )

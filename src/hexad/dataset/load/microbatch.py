@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hexad.comm import streams
+from hexad.config import HexadError
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
 from hexad.parallel.context.spans import Spans
@@ -74,8 +75,12 @@ class Microbatch:
                 :attr:`hexad.config.schema.ParallelSettings.token_multiple`.
             given: how many of each are not predicted; by default the first.
             extras: float32 values of each token that is predicted, by name; 0 of others.
+
+        Raises:
+            HexadError: a sequence without ids, or with other numbers of ids than the others say.
         """
         given = [1] * len(sequences) if given is None else given
+        _check_sequences(sequences, given, extras or {})
         ends = [0, *accumulate(len(ids) - 1 for ids in sequences)]
         padding = -ends[-1] % multiple if ends[-1] else multiple
         tokens = [token for ids in sequences for token in ids[:-1]] + [0] * padding
@@ -124,3 +129,19 @@ class Microbatch:
         tokens, labels = moved(self.tokens, device), moved(self.labels, device)
         extras = {name: moved(values, device) for name, values in self.extras.items()}
         return replace(self, tokens=tokens, labels=labels, numbers=numbers, extras=extras)
+
+
+def _check_sequences(
+    sequences: Sequence[Sequence[int]], given: Sequence[int], extras: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
+    """See that sequences, and what is said of them, have fitting lengths."""
+    for name, values in {"given": given, **extras}.items():
+        if len(values) != len(sequences):
+            raise HexadError(f"{name}: found {len(values)} values for {len(sequences)} sequences")
+    for number, (ids, count) in enumerate(zip(sequences, given), 1):
+        if not 1 <= count <= len(ids):
+            raise HexadError(f"sequence {number}: found {count} of {len(ids)} ids given, expected 1 or more")
+        for name, rows in extras.items():
+            if (found := len(rows[number - 1])) != (wanted := len(ids) - count):
+                values = f"found {found} values for {wanted} predicted tokens"
+                raise HexadError(f"{name} of sequence {number}: {values}")

@@ -89,7 +89,7 @@ class Adapters:
             whole = exact.product(dropped, self.a, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
         for part, b, (start, width) in zip(self._parts(whole), self.b, self.columns):
             y.narrow(1, start, width).add_(exact.product(part, b) * self.scale)
-        return whole if shard is None else self.inner(x)
+        return whole
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of :meth:`inner`, given ``[tokens, outputs]``, that of the layer's output."""
@@ -376,8 +376,9 @@ class _RowLinear(torch.autograd.Function):
             return _summed_product(x, weight, shard, chunks)
         if shard.exact:
             y = exact.product(x, weight, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
-            inner = None if adapters is None else adapters.add_exactly_(y, x, shard)
-            ctx.save_for_backward(kept, inner)
+            if adapters is not None:
+                adapters.add_exactly_(y, x, shard)
+            ctx.save_for_backward(kept, None)
             return y
         y = _product(x, weight, None, shard)
         ctx.save_for_backward(kept, None if adapters is None else adapters.add_(y, x))
@@ -395,6 +396,7 @@ class _RowLinear(torch.autograd.Function):
         aside = ctx.shard.tensor.size > 1
         results = [_weight_gradient(ctx.weight, gradient, x, ctx.shard, aside=aside), None, None, None]
         if adapters is not None:
+            inner = adapters.inner(x) if inner is None else inner  # this rank's part
             inner_gradient = adapters.inner_gradient(gradient)
             if grad_x is not None:
                 adapters.add_input_gradient_(grad_x, inner_gradient)

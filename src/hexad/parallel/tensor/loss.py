@@ -73,6 +73,7 @@ def token_losses_(
     targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
     if exactly:
         normaliser, total = exact.log_normaliser(logits, vocab, axis, overwrite=scale is not None)
+        logits[:, real:] = 0.0
         losses = (normaliser.squeeze(1) - all_reduce(targets, axis).double()).to(logits.dtype)
         sums, shift = total.squeeze(1).to(logits.dtype), torch.ones_like(losses)
     else:

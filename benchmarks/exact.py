@@ -171,6 +171,7 @@ def main() -> None:
             for row in costs(work, dtype, arguments.repeats):
                 document["costs"].append(row)
                 print(json.dumps(row), flush=True)
+        for dtype in arguments.dtypes:
             document["bits"].append(bits(work, dtype))
             print(json.dumps(document["bits"][-1]), flush=True)
     if arguments.output:

@@ -22,7 +22,7 @@ What is not on this page may change with any version.
 """
 
 CONTENTS: dict[str, tuple[str, ...]] = {
-    "Functions": ("load_config", "train", "evaluate", "generate", "launch"),
+    "Functions": ("load_config", "train", "evaluate", "generate", "score", "launch"),
     "What they take and return": (
         "Callback",
         "training.callbacks.Outcome",

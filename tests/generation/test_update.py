@@ -194,7 +194,7 @@ def test_what_does_not_fit() -> None:
                 generator.update(wrong)  # type: ignore[arg-type]
         with pytest.raises(HexadError, match=r"score: found 5 among the sequences"):
             generator.score([5])  # type: ignore[list-item]
-    with pytest.raises(HexadError, match=r"Generator: found 1 ranks, expected parallel\.tensor 2"):
+    with pytest.raises(HexadError, match=r"Generator: found 1, expected parallel\.tensor 2"):
         Generator(engine, tensor=2)
     with pytest.raises(HexadError, match="overrides"):
         Generator(engine, "precision.dtype=fp32")

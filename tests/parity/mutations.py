@@ -125,8 +125,8 @@ def _local_softmax(mesh: Mesh) -> Patches:
 def _count_padding(mesh: Mesh) -> Patches:
     original = loss.token_losses_
 
-    def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any, seed: Any) -> Any:
-        return original(logits, labels, logits.shape[1] * axis.size, axis, seed)
+    def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any, *rest: Any) -> Any:
+        return original(logits, labels, logits.shape[1] * axis.size, axis, *rest)
 
     return [mock.patch.object(loss, "token_losses_", with_padding)]
 

@@ -178,7 +178,7 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int, field: str = "--
     if (product := parallel.tensor * others * replicas) != ranks:
         raise ConfigError(
             field,
-            f"found {ranks} ranks, expected parallel.tensor {parallel.tensor} x parallel.context "
+            f"found {ranks}, expected parallel.tensor {parallel.tensor} x parallel.context "
             f"{parallel.context} x parallel.pipeline {parallel.pipeline} x parallel.data {replicas} = "
             f"{product}",
         )

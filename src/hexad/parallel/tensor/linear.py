@@ -263,7 +263,8 @@ def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[in
 
 
 def _over_ranks(y: Tensor, shard: Shard) -> Tensor:
-    """``y [tokens, out]`` summed over the tensor ranks, and scattered over tokens in sequence parallel."""
+    """``y [tokens, out]``, of exact arithmetic, summed over the tensor ranks, and scattered over tokens in
+    sequence parallel."""
     return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
 
 
@@ -382,7 +383,7 @@ class _RowLinear(torch.autograd.Function):
             return y
         y = _product(x, weight, None, shard)
         ctx.save_for_backward(kept, None if adapters is None else adapters.add_(y, x))
-        return _over_ranks(y, shard)
+        return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,9 +24,11 @@ _LOGITS = 1 << 27
 class Scorer:
     """A model that scores sequences. All ranks construct it and call it together, with the same arguments.
 
-    Args: resolved: settings; ``data.sequence`` x ``batch.micro`` tokens are computed at a time, less where
-    these have many logits, or one longer sequence. mesh: of the ranks. source: a checkpoint's directory, or
-    ``hf:DIR``; None: the model has its initial weights.
+    Args:
+        resolved: settings; ``data.sequence`` x ``batch.micro`` tokens are computed at a time, less where
+            these have many logits, or one longer sequence.
+        mesh: of the ranks.
+        source: a checkpoint's directory, or ``hf:DIR``; None: the model has its initial weights.
 
     Raises:
         AgreedError: the weights cannot be used.

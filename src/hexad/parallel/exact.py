@@ -257,8 +257,9 @@ def log_normaliser(
         axis: of the ranks.
         overwrite: the logits become exponentials, relative to the highest logit of each token.
 
-    Returns: float64 ``[tokens, 1]``: the logarithm of the sum of all exponentials (a token's log-probability
-    is its logit less that), and the sum of those relative to the highest logit.
+    Returns:
+        float64 ``[tokens, 1]``: the logarithm of the sum of all exponentials (a token's log-probability is
+        its logit less that), and the sum of those relative to the highest logit.
     """
     highest = all_reduce(logits.amax(-1, keepdim=True), axis, "max")
     total, unit = highest.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS)

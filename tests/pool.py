@@ -32,19 +32,26 @@ def _worker(pipe: Connection) -> None:
             if store is not None and world > 1:
                 if backend == "staged":
                     from . import staged  # noqa: F401  # registers it
+                meeting = dist.FileStore(store, world)
                 dist.init_process_group(
                     backend,
-                    store=dist.FileStore(store, world),
+                    store=meeting,
                     rank=rank,
                     world_size=world,
                     timeout=timedelta(seconds=timeout),
                 )
+                # A rank whose function fails at once would leave while others still connect to it.
+                meeting.set(f"joined {rank}", "")
+                meeting.wait([f"joined {other}" for other in range(world)], timedelta(seconds=timeout))
+                del meeting
             pipe.send((True, function(*arguments)))
         except BaseException as error:
             pipe.send((False, (error.__class__.__name__, str(error), traceback.format_exc())))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            else:  # a world that was not set up has counted as a group, and groups meet by their number
+                dist.distributed_c10d._world.group_count = 0
             gc.collect()  # an engine is a web of references that would keep its groups' threads
             gc.freeze()
 

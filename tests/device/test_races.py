@@ -215,10 +215,15 @@ def test_memory_that_is_used_again_has_no_history(watched: tuple[Recording, Race
     def made() -> Tensor:
         return torch.ones(SIZE)
 
-    with _gpu().beside("other"):
-        addresses = {made().untyped_storage()._cdata for _ in range(3)}
-    again = made()
-    assert again.untyped_storage()._cdata in addresses  # else this shows nothing
+    kept = []
+    for _ in range(100):  # the allocator may have given the place to something else
+        with _gpu().beside("other"):
+            address = made().untyped_storage()._cdata
+        kept.append(made())
+        if kept[-1].untyped_storage()._cdata == address:
+            break
+    else:
+        pytest.skip("the allocator used no address again")
     assert races.found == []
 
 

@@ -66,6 +66,8 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
             timeout=timeout or _TIMEOUT,
             **alone,
         )
+        if dist.get_backend() == "gloo":
+            dist.barrier()  # a script that fails at once would leave while other ranks still connect to it
     except (RuntimeError, ValueError) as error:
         raise HexadError(f"the process group could not be set up: {error}") from error
     return device

@@ -47,13 +47,18 @@ class Keys(NamedTuple):
 
 def on_grid(k: Tensor, v: Tensor) -> Keys:
     """Of keys and values ``[tokens, key/value heads, width]``."""
-    keys, values = k.double(), v.double()
-    keys = exact.rounded(keys, exact.top(keys) * 2.0 ** (1 - _score_digits(k)))
-    tops = exact.top(values)
+
+    def rounded(k: Tensor) -> Tensor:
+        keys = k.double()
+        return exact.rounded(keys, exact.top(keys) * 2.0 ** (1 - _score_digits(k))).to(k.dtype)
+
+    def relative(v: Tensor, tops: Tensor) -> Tensor:
+        return exact.rounded(v.double() / tops, 2.0 ** (1 - _value_digits(v.dtype))).to(v.dtype)
+
+    tops = exact.top(v)
     # A value of zeros has any.
     tops = torch.where(tops == 0, 2.0**-100, tops)
-    values = exact.rounded(values / tops, 2.0 ** (1 - _value_digits(v.dtype)))
-    return Keys(keys.to(k.dtype), values.to(v.dtype), tops.squeeze(-1).float())
+    return Keys(exact.by_rows(rounded, k), exact.by_rows(relative, v, tops), tops.squeeze(-1).float())
 
 
 def _score_digits(k: Tensor) -> int:

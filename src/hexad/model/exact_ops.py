@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,9 +57,12 @@ def replaced(function: Callable[..., Tensor], usual: Callable[..., Tensor], *arg
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.double()
-    scale = 1.0 / (exact.mean(wide * wide) + eps).sqrt()
-    return (wide * scale).to(x.dtype) * weight
+    def normalised(x: Tensor) -> Tensor:
+        wide = x.double()
+        scale = 1.0 / (exact.mean(wide * wide) + eps).sqrt()
+        return (wide * scale).to(x.dtype) * weight
+
+    return exact.by_rows(normalised, x)
 
 
 @recomputable
@@ -68,10 +72,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> T
 
 
 def _layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    wide = x.double()
-    wide = wide - exact.mean(wide)
-    scale = 1.0 / (exact.mean(wide * wide) + eps).sqrt()
-    return (wide * scale * weight.double() + bias.double()).to(x.dtype)
+    def normalised(x: Tensor) -> Tensor:
+        wide = x.double()
+        wide = wide - exact.mean(wide)
+        scale = 1.0 / (exact.mean(wide * wide) + eps).sqrt()
+        return (wide * scale * weight.double() + bias.double()).to(x.dtype)
+
+    return exact.by_rows(normalised, x)
 
 
 @recomputable
@@ -91,7 +98,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 @recomputable
 def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.swiglu`."""
-    return replaced(_swiglu, ops.swiglu, gate_up)
+    return replaced(partial(exact.by_rows, _swiglu), ops.swiglu, gate_up)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -104,7 +111,7 @@ def _gelu(x: Tensor) -> Tensor:
 @recomputable
 def gelu(x: Tensor) -> Tensor:
     """As :func:`hexad.model.ops.gelu`."""
-    return replaced(_gelu, ops.gelu, x)
+    return replaced(partial(exact.by_rows, _gelu), ops.gelu, x)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,4 +124,4 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.rotate`."""
-    return replaced(_rotated, ops.rotate, x, cos, sin)
+    return replaced(partial(exact.by_rows, _rotated), ops.rotate, x, cos, sin)

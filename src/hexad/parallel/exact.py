@@ -15,7 +15,7 @@ register and those that are left over at the end of a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,20 +24,31 @@ from torch import Tensor
 from hexad.comm import all_reduce
 from hexad.topology.mesh import Axis
 
+from .exact_inventory import ROWS, columns_at_a_time, elements_at_a_time, parts_of
 from .pointwise import widened
 
 DIGITS = 53
 """Binary digits of a float64."""
 _ALONE = Axis("tensor")
-_CHUNK = 1 << 21
-"""Elements of a weight that are converted at a time: 16 MiB of float64."""
-_ROWS = 256
-"""Of inputs that are multiplied at a time, so that what is made of them stays in the processor's caches."""
-_CACHED = 1 << 17
-"""Elements of which exponentials are computed at a time, for the same reason."""
 
 Total = Callable[[Tensor], Tensor]
 """Adds up what the ranks of an axis have."""
+
+
+def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """What ``function`` makes of the first dim's elements of all tensors, some at a time, so that what it
+    needs for a moment stays small."""
+    first = tensors[0]
+    rows = max(1, elements_at_a_time(first.device.type == "cpu") // max(1, first[:1].numel()))
+    if rows >= len(first):
+        return function(*tensors)
+    y: Tensor | None = None
+    for begin in range(0, len(first), rows):
+        part = function(*(tensor[begin : begin + rows] for tensor in tensors))
+        y = part.new_empty((len(first), *part.shape[1:])) if y is None else y
+        y[begin : begin + rows] = part
+    assert y is not None
+    return y
 
 
 def digits_of(number: int) -> int:
@@ -64,8 +75,12 @@ def top(x: Tensor, axis: Axis = _ALONE) -> Tensor:
     """``[..., 1]`` float64: the power of two of each row's largest absolute value, over an axis's ranks."""
     if x.shape[-1] == 0:
         return x.new_zeros((*x.shape[:-1], 1), dtype=torch.float64)
-    largest = widened(x).abs().amax(-1, keepdim=True).double()  # twice as fast as the norm
+    largest = by_rows(_largest, x)
     return power(all_reduce(largest, axis, "max") if axis.size > 1 else largest)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return widened(x).abs().amax(-1, keepdim=True).double()  # twice as fast as the norm
 
 
 MOST_DIGITS = 21
@@ -123,7 +138,7 @@ class Digits(NamedTuple):
     def of(cls, dtype: torch.dtype, features: int) -> Digits:
         """For inputs of a format, and sums of so many terms."""
         room = DIGITS - digits_of(features)
-        parts = 2 if dtype == torch.float32 else 1
+        parts = parts_of(dtype.itemsize)
         part = min(MOST_DIGITS, (room + 3) // (parts + 1))
         return cls(room - part, part, parts)
 
@@ -132,7 +147,11 @@ def weight_on_grid(weight: Tensor, dtype: torch.dtype, axis: Axis = _ALONE) -> T
     """``[out, in]`` float64: the weight as products of inputs in ``dtype`` use it. With an axis, ``weight``
     has this rank's columns."""
     digits = Digits.of(dtype, weight.shape[1] * axis.size)
-    return rounded(weight.double(), top(weight, axis) * 2.0 ** (1 - digits.weight))
+    return by_rows(_rounded, weight, top(weight, axis) * 2.0 ** (1 - digits.weight))
+
+
+def _rounded(x: Tensor, unit: Tensor) -> Tensor:
+    return rounded(x.double(), unit)
 
 
 def product(
@@ -152,40 +171,60 @@ def product(
         axis: whose ranks have other columns of ``x`` and ``weight``.
         total: adds up their products, float64 ``[tokens, out]``; may keep only some of the tokens.
     """
-    if total is None:
+    if total is None or axis.size == 1:
         y = x.new_empty((len(x), len(weight)))
-        for rows, columns, parts in _blocks(x, weight, axis):
+
+        def finish(rows: slice, columns: slice, parts: Sequence[Tensor]) -> None:
             y[rows, columns] = _added(parts, None if bias is None else bias[columns])
+
+        _multiply(x, weight, axis, finish)
         return y
     shape = len(x), len(weight)
-    sums = [x.new_empty(shape, dtype=torch.float64) for _ in range(Digits.of(x.dtype, 1).parts)]
-    for rows, columns, parts in _blocks(x, weight, axis):
+    sums = [x.new_empty(shape, dtype=torch.float64) for _ in range(parts_of(x.itemsize))]
+
+    def place(rows: slice, columns: slice, parts: Sequence[Tensor]) -> None:
         for whole, part in zip(sums, parts):
             whole[rows, columns] = part
-    return _added([total(whole) for whole in sums], bias).to(x.dtype)
+
+    _multiply(x, weight, axis, place)
+    return _added([total(sums.pop(0)) for _ in range(len(sums))], bias).to(x.dtype)
 
 
-def _blocks(x: Tensor, weight: Tensor, axis: Axis) -> Iterator[tuple[slice, slice, Sequence[Tensor]]]:
-    """Rows and columns of a product, and the products of each part of the input, float64."""
+def _multiply(
+    x: Tensor, weight: Tensor, axis: Axis, take: Callable[[slice, slice, Sequence[Tensor]], None]
+) -> None:
+    """Give ``take`` the rows and columns of each block of a product, and in float64 the products of each part
+    of the input."""
     digits = Digits.of(x.dtype, x.shape[1] * axis.size)
     unit = top(x, axis) * 2.0 ** (1 - digits.part)
     tops = None if weight.dtype == torch.float64 else top(weight, axis) * 2.0 ** (1 - digits.weight)
-    step = max(1, _CHUNK // max(1, weight.shape[1]))
+    step = columns_at_a_time(weight.shape[1])
     for begin in range(0, len(weight), step):
         columns = slice(begin, begin + step)
-        turned = (weight[columns] if tops is None else rounded(weight[columns].double(), tops[columns])).t()
-        for first in range(0, len(x), _ROWS):
-            rows = slice(first, first + _ROWS)
-            pieces = split(x[rows].float(), unit[rows], 2.0**-digits.part, digits.parts)
-            yield rows, columns, torch.mm(torch.cat(pieces).double(), turned).chunk(digits.parts)
+        turned = (weight[columns] if tops is None else _rounded(weight[columns], tops[columns])).t()
+        for first in range(0, len(x), ROWS):
+            rows = slice(first, first + ROWS)
+            pieces = _pieces(x[rows], unit[rows], digits)
+            take(rows, columns, torch.mm(pieces, turned).chunk(digits.parts))
+            del pieces
+        del turned
+
+
+def _pieces(x: Tensor, unit: Tensor, digits: Digits) -> Tensor:
+    """float64 ``[parts * tokens, in]``: the parts of the input, one after the other."""
+    parts = split(x.float(), unit, 2.0**-digits.part, digits.parts)
+    pieces = x.new_empty((len(parts) * len(x), x.shape[1]), dtype=torch.float64)
+    for piece, part in zip(pieces.chunk(len(parts)), parts):
+        piece.copy_(part)
+    return pieces
 
 
 def _added(parts: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """The sum of a product's parts, and the bias, in this order."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole if bias is None else whole + bias.double()
+    """The sum of a product's parts, and the bias, in this order, in the place of the first part."""
+    whole, *others = parts
+    for part in others:
+        whole.add_(part)
+    return whole if bias is None else whole.add_(bias.double())
 
 
 # Functions
@@ -263,7 +302,7 @@ def log_normaliser(
     """
     highest = all_reduce(logits.amax(-1, keepdim=True), axis, "max")
     total, unit = highest.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS)
-    rows = max(1, _CACHED // max(1, logits.shape[1]))
+    rows = max(1, elements_at_a_time(logits.device.type == "cpu") // max(1, logits.shape[1]))
     for part, high, sums in zip(logits.split(rows), highest.split(rows), total.split(rows)):
         exponentials = exp(part - high)
         sums.copy_(row_sum(exponentials.double(), unit))

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
+from hexad.parallel.exact_inventory import scores_bytes
 from hexad.parallel.inventory import Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
@@ -133,7 +134,22 @@ class AttentionSpec(BranchSpec):
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
         head's log-sum-exp."""
         q, k, statistic = self._sizes(run)
-        kept = 2 * q + 2 * k + statistic * self.heads
+        kept = 2 * q + 2 * k + (0 if run.exact else self._core_kept(run))
+        if self.norm_eps is not None and not run.exact:
+            kept += statistic * (self.heads + self.kv_heads * self.copies)
+        if self._expanded(run) and self._computed and not selective and self.norm_eps is None:
+            kept -= 0 if run.exact else q + 2 * k  # nothing needs the projections' output
+        kept += sum(linear.kept(run) for linear in self.linears)
+        if run.ulysses > 1:
+            # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
+            kept += q + 2 * k * (self._repeated(run) - 1)
+            return kept + (q + 2 * k if self.norm_eps is not None else 0)
+        return kept + (q + k if self._computed and not selective else 0)
+
+    def _core_kept(self, run: Execution) -> int:
+        """Bytes that attention itself keeps besides queries, keys, values and its output."""
+        q, k, statistic = self._sizes(run)
+        kept = statistic * self.heads + (2 * q if self._expanded(run) else 0)
         if not self._tiled(run):
             if run.isolate and self._by_calls(run):
                 kept += q  # every document's output, and all of them joined
@@ -141,18 +157,29 @@ class AttentionSpec(BranchSpec):
                 # The output twice; of all blocks but the first, queries, and keys and values twice.
                 middle = run.length // self.window * self.window - self.window
                 kept += q + (q + 4 * k) * middle // run.length
-        if self.norm_eps is not None:
-            kept += statistic * (self.heads + self.kv_heads * self.copies)
-        if self._expanded(run):
-            kept += 2 * q
-            if self._computed and not selective and self.norm_eps is None:
-                kept -= q + 2 * k  # nothing needs the projections' output
-        kept += sum(linear.kept(run) for linear in self.linears)
-        if run.ulysses > 1:
-            # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
-            kept += q + 2 * k * (self._repeated(run) - 1)
-            return kept + (q + 2 * k if self.norm_eps is not None else 0)
-        return kept + (q + k if self._computed and not selective else 0)
+        return kept
+
+    def forward(self, run: Execution, selective: bool) -> int:
+        """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
+        return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
+
+    def repeated(self, run: Execution, selective: bool) -> int:
+        """As :meth:`forward`, where the last product is left out; the output is not there yet."""
+        q, k, _ = self._sizes(run)
+        pairs, heads = 2 * k * self._repeated(run), self.kv_heads * self.copies // run.tensor
+        groups = heads_of(heads, run.ulysses)
+        # Keys and values rounded, of all ranks: as they arrive and in order; a sequence's in float64.
+        here = pairs * run.ring
+        wide = here // run.sequences * 8 // run.byte
+        sharing = self.heads // run.tensor // run.ulysses // groups
+        scores = scores_bytes(sharing, groups, run.length // run.ring, run.length, run.byte)
+        core = max(here + wide + scores, pairs + 2 * here if run.ring > 1 else 0)
+        core += q if run.sequences > 1 or run.isolate or run.ring > 1 else 0  # every sequence's output
+        rotated = q + k if self._computed else 0
+        rotation = run.function((q + k) // run.byte) - q
+        if selective:
+            return max(self.qkv.exact(run) - q, rotated + max(rotation, core))
+        return max(self.qkv.exact(run) - q - rotated, rotation, core)
 
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
@@ -169,10 +196,14 @@ class AttentionSpec(BranchSpec):
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
         if run.context > 1 or self.dropout:
             core = live + self._core_backward(run)
-        live -= (q if operands else 2 * q) + statistic * self.heads
+        again = q + self._core_kept(run) if run.exact else 0
+        core += again
+        live -= (q if operands else 2 * q) + (0 if run.exact else statistic * self.heads)
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
         joined = live + 2 * (q + 2 * k)
+        if run.exact and self.norm_eps is not None:
+            joined += q + statistic * self.heads
         projection = self.qkv.backward(run, selective, split).above(live)
         most = max(core, rotation, joined, projection.needed)
         return [*moments, projection._replace(needed=most)]

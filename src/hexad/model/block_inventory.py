@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import sub
 from typing import Any, ClassVar, Literal
 
 from hexad.parallel.inventory import Execution, Kept, Moment, Parameter, Product
@@ -120,8 +121,12 @@ class BranchSpec(ABC):
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
         return sum(linear.deferred(run) for linear in self.linears)
 
-    def forward(self, run: Execution) -> int:
+    def forward(self, run: Execution, selective: bool) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
+        return 0
+
+    def repeated(self, run: Execution, selective: bool) -> int:
+        """As :meth:`forward`, where the last product is left out: its result is not used."""
         return 0
 
     @abstractmethod
@@ -206,16 +211,25 @@ class BlockSpec:
             kept[branch.kind] += branch.kept(run, selective)
         return kept
 
-    def forward(self, run: Execution) -> int:
-        """Bytes needed in the forward pass, above what is kept."""
-        return max(branch.forward(run) for branch in self.parts)
+    def forward(self, run: Execution, recompute: Recomputed) -> int:
+        """Bytes needed in the forward pass, above what is kept; in full recompute, above what is without."""
+        selective = recompute == "selective"
+        return self._most(run, [branch.forward(run, selective) for branch in self.parts])
+
+    def _most(self, run: Execution, needed: list[int]) -> int:
+        """Bytes above what the layer keeps, given those of each branch above what it keeps itself."""
+        later = [
+            sum(branch.kept(run, False) for branch in self.parts[number + 1 :])
+            for number in range(len(needed))
+        ]
+        return max(map(sub, needed, later))
 
     def forward_alone(self, run: Execution) -> int:
         """Bytes needed in a forward pass from which nothing is kept, beside the output: a branch's values and
         its input, as it is and normalised; from the second branch on also the sums before."""
         stream = run.stream(self.hidden)
         return max(
-            2 * (number + 1) * stream + branch.kept(run, False) + branch.forward(run)
+            2 * (number + 1) * stream + branch.kept(run, False) + branch.forward(run, False)
             for number, branch in enumerate(self.parts)
         )
 
@@ -239,6 +253,10 @@ class BlockSpec:
             again = self.kept(run, "none").total() - stream
         # After recomputation: the last product's place, and its sum with the stream.
         moments = [Moment(again + 2 * stream, again)] if again else []
+        if again and run.exact:
+            branches = [branch.forward(run, False) for branch in self.parts]
+            branches[-1] = self.parts[-1].repeated(run, False)
+            moments.append(Moment(again + self._most(run, branches), again))
         live = again
         for norm, branch in reversed(self.branches):
             moments += [moment.above(live) for moment in branch.backward(run, selective, split)]

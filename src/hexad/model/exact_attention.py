@@ -7,6 +7,7 @@ kept; queries that share a key head are rows of one product; scores exist for a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,10 +19,9 @@ from hexad.parallel import exact
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.rounds import segments
 from hexad.parallel.context.slice import Slice
+from hexad.parallel.exact_inventory import SCORES, parts_of
 from hexad.topology.mesh import Axis
 
-_SCORES = 1 << 18
-"""Scores that exist at a time, in the processor's caches."""
 _WEIGHT_UNIT = 2.0**-31
 """Of the exponentials of scores, of which the highest is 1: no query sees ``2^22`` keys."""
 
@@ -155,11 +155,10 @@ def attend(q: Tensor, kept: Wide, visible: Visible, scale: float) -> Tensor:
     total = weights.sum(-1, keepdim=True, dtype=torch.float64)
     # Values are relative to their largest elements, which weights are multiplied by.
     weights.mul_(kept.tops[:, None])
-    parts = 2 if q.dtype == torch.float32 else 1
     unit = visible.units(_value_digits(q.dtype))
     unit = unit[:, None, None, :, None].expand(*several, 1).reshape(len(weights), -1, 1)
     highest = exact.power(weights.amax(-1, keepdim=True).double())
-    pieces = exact.split(weights, highest * (2 * unit), unit, parts)
+    pieces = exact.split(weights, highest * (2 * unit), unit, parts_of(q.itemsize))
     out, *more = (torch.bmm(piece.double(), kept.values) for piece in pieces)
     for part in more:
         out += part
@@ -200,13 +199,15 @@ def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
 
 def _tiles(tokens: int, heads: int, groups: int, run: Run) -> Iterator[tuple[int, int, int, int]]:
     """Queries, first and end, and key/value heads with ``heads`` heads each, such that there are about
-    :data:`_SCORES` scores: of many queries, which share the work of a key, before several heads."""
+    :data:`SCORES` scores: of many queries, which share the work of a key, before several heads."""
     begin = 0
     while begin < tokens:
         seen = run.position + begin + 1
         keys = seen if run.window is None else min(seen, run.window)
-        end = min(tokens, begin + min(256, max(1, _SCORES // (heads * keys))))
-        several = max(1, _SCORES // (heads * (keys + end - begin) * (end - begin)))
+        # The last of n queries sees n - 1 keys more than the first.
+        queries = (math.isqrt(keys * keys + 4 * (SCORES // heads)) - keys) // 2
+        end = min(tokens, begin + min(256, max(1, queries)))
+        several = max(1, SCORES // (heads * (keys + end - begin) * (end - begin)))
         for first in range(0, groups, several):
             yield begin, end, first, min(groups, first + several)
         begin = end
@@ -242,4 +243,4 @@ def attention(
         run = Run(segment.begin - start, 0, window)
         mine = q[segment.row : segment.row + rows]
         outputs.append(attend_run(mine, kept.part(slice(start, segment.end)), run, scale))
-    return torch.cat(outputs).flatten(1)
+    return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1)

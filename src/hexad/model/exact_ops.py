@@ -122,6 +122,20 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, x[..., width:]), dim=-1)
 
 
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.compiled = compiled
+        return exact.by_rows(_rotated, x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return ops.rotate(gradient, cos, -sin, ctx.compiled), None, None, None
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.rotate`."""
-    return replaced(partial(exact.by_rows, _rotated), ops.rotate, x, cos, sin)
+    result: Tensor = applied(_Rotate, x, cos, sin, compiled)
+    return result

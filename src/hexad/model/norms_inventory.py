@@ -43,12 +43,16 @@ class NormSpec:
 
     def statistics(self, run: Execution, rows: int) -> int:
         """Bytes kept besides the input: RMSNorm's scale, LayerNorm's mean and reciprocal deviation."""
+        return 0 if run.exact else self._statistics(run, rows)
+
+    def _statistics(self, run: Execution, rows: int) -> int:
         return rows * run.wide * (1 if self.kind == "rms" else 2)
 
     def backward(self, run: Execution) -> int:
         """Bytes that backward needs, its result included, over ``[rows, width]`` of the residual stream."""
         stream = run.stream(self.width)
+        again = stream + self._statistics(run, run.rows) if run.exact else 0
         if self.kind == "layer" or run.compiled or not run.cpu:
-            return stream  # one kernel
+            return again + stream  # one kernel
         # Pass by pass: input, its product with the gradient, gradient and result, all in the wide format.
-        return (4 if run.widening > 1 else 2) * run.widening * stream
+        return again + (4 if run.widening > 1 else 2) * run.widening * stream

@@ -4,10 +4,12 @@ for a moment. No torch."""
 CHUNK = 1 << 21
 """Elements of a weight that are converted at a time: 16 MiB of float64."""
 ROWS, COLUMNS = 256, 4096
-"""Of a product that are computed at a time, so that what is made of the inputs stays in the processor's caches."""
+"""Of a product that are computed at a time: what is made of inputs stays in the processor's caches."""
+SCORES = 1 << 18
+"""Of attention that exist at a time, in the processor's caches."""
 _CACHED, _ON_A_DEVICE = 1 << 17, 1 << 24
-_POINTWISE = 32
-"""Bytes for each element of a function's result: several values in float32, or three in float64."""
+NORMALISER = 16
+"""Bytes for each logit, of those of which the exponentials are added at a time."""
 
 
 def parts_of(byte: int) -> int:
@@ -34,6 +36,19 @@ def product_bytes(rows: int, inputs: int, outputs: int, byte: int) -> int:
     return weight + max(weight, split, 8 * parts * rows * (inputs + columns))
 
 
-def function_bytes(elements: int, cpu: bool) -> int:
-    """Bytes that a function needs beside its arguments and its result of so many elements."""
-    return _POINTWISE * min(elements, elements_at_a_time(cpu))
+def function_bytes(elements: int, cpu: bool, each: int) -> int:
+    """Bytes that a function needs beside its arguments and its result of so many elements, if it needs so
+    many for each."""
+    return each * min(elements, elements_at_a_time(cpu))
+
+
+def function_each(byte: int) -> int:
+    """Bytes for an element of a norm's or an activation's result, in so many bytes: up to five values in
+    float32 or two and a half in float64, and arguments of 16 bits in float32."""
+    return 20 if byte == 4 else 26
+
+
+def scores_bytes(heads: int, groups: int, queries: int, keys: int, byte: int) -> int:
+    """Bytes that attention's scores need at a time: of so many queries and keys of a sequence, ``groups`` of
+    ``heads`` query heads that share their keys."""
+    return (32 if byte == 4 else 27) * max(heads * keys, min(SCORES, groups * heads * queries * keys))

@@ -14,6 +14,7 @@ from math import prod
 from operator import add
 from typing import Literal, NamedTuple
 
+from .exact_inventory import function_bytes, function_each
 from .rectangle import Rectangle
 
 DRAWN = 1 << 20
@@ -290,6 +291,8 @@ class Execution:
         expert, expert_tensor: degrees of the expert grid.
         ulysses: context ranks that exchange heads for tokens.
         gathers: keys and values are gathered over the other context ranks, else sent in rounds.
+        exact: the forward pass computes by :mod:`hexad.parallel.exact`; the backward pass first repeats the
+            usual functions.
     """
 
     sequences: int
@@ -312,6 +315,7 @@ class Execution:
     expert_tensor: int = 1
     ulysses: int = 1
     gathers: bool = False
+    exact: bool = False
 
     @property
     def tokens(self) -> int:
@@ -349,6 +353,10 @@ class Execution:
     def gathered(self, hidden: int) -> int:
         """Bytes that a gather of the stream, or a sum before it is scattered, adds."""
         return self.whole(hidden) if self.sequence else 0
+
+    def function(self, elements: int) -> int:
+        """Bytes that exact arithmetic needs beside a function's result of so many elements."""
+        return function_bytes(elements, self.cpu, function_each(self.byte)) if self.exact else 0
 
     def mask(self, elements: int) -> int:
         """Bytes for drawing which of the elements are dropped: four 32-bit numbers each, some at a time."""

@@ -149,6 +149,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         expert_tensor=layout.expert_tensor,
         ulysses=config.parallel.ulysses,
         gathers=config.parallel.context_method == "all_gather",
+        exact=precision.exact,
     )
 
 

@@ -177,8 +177,9 @@ class StageMemory:
     def forward(self) -> int:
         """Bytes that the layers' ``F`` needs above what is kept, its output included."""
         stage, run = self.stage, self.run
-        alone, reached = set(stage.blocks[: stage.unreached]), set(stage.blocks[stage.unreached :])
-        needed = max((block.forward(run) for block in reached), default=0)
+        alone = set(stage.blocks[: stage.unreached])
+        reached = {part for _, part in self.layers[stage.unreached :]}
+        needed = max((block.forward(run, recompute) for block, recompute in reached), default=0)
         # Layers that no gradient reaches come first, when nothing of the others is kept yet.
         first = max((block.forward_alone(run) for block in alone), default=0) - self.kept_bytes
         return max(needed, first) + (0 if stage.last else self.stream)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from ..exact_inventory import NORMALISER, function_bytes, product_bytes
 from ..inventory import Execution, Parameter, Product, Weight
 
 _ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
@@ -120,6 +121,10 @@ class HeadSpec:
         ahead = 2 * states if slices > 1 else states  # the next slice arrives
         behind = 2 * states if slices > 1 else 0
         most = max(wide + ahead + behind, logits + product + ahead + 2 * states)
+        if run.exact:
+            logits_made = logits + product_bytes(rows, hidden, columns, byte)
+            normaliser = function_bytes(rows * columns, run.cpu, NORMALISER)
+            most = max(most, max(wide + normaliser, logits_made) + ahead + behind)
         return run.stream(hidden) + most, run.stream(hidden) + logits + 3 * states
 
 

@@ -4,6 +4,7 @@ hold, multiply, keep and send. No torch."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ..exact_inventory import parts_of, product_bytes
 from ..inventory import KV_AXES, Execution, Moment, Parameter, Product, Weight
 
 CHUNK, MOST_CHUNKS = 32 * 2**20, 4
@@ -311,6 +312,21 @@ class LinearSpec:
                 needed = gradient + max(3 * weight, 2 * weight + result)
             most, before = max(most, before + needed), result  # to which the next one's is added
         return most
+
+    def exact(self, run: Execution) -> int:
+        """Bytes that exact arithmetic needs beside the layer's input, as it was given, and its result."""
+        if not run.exact:
+            return 0
+        inputs, widths = self.local(run)[0], self._widths(run)
+        product = max(product_bytes(run.tokens, inputs, outputs, run.byte) for outputs in widths)
+        if not self.row:
+            copied = run.whole(max(widths)) if len(widths) > 1 else 0
+            return run.gathered(self.inputs) + copied + product
+        if run.tensor == 1:
+            return product
+        # The sums of each part of the input, and where they are scattered, the rank's tokens of one.
+        sums = 8 * parts_of(run.byte) * run.tokens * self.features
+        return sums + max(product, 8 * run.rows * self.features if run.sequence else 0)
 
     def rounded(self, run: Execution) -> int:
         """Bytes of the weights that are kept in 8 bits, for forward passes and, transposed, for backward."""

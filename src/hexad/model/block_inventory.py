@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import sub
 from typing import Any, ClassVar, Literal
 
 from hexad.parallel.inventory import Execution, Kept, Moment, Parameter, Product
@@ -214,15 +213,16 @@ class BlockSpec:
     def forward(self, run: Execution, recompute: Recomputed) -> int:
         """Bytes needed in the forward pass, above what is kept; in full recompute, above what is without."""
         selective = recompute == "selective"
-        return self._most(run, [branch.forward(run, selective) for branch in self.parts])
+        return self._most(run, selective, [branch.forward(run, selective) for branch in self.parts])
 
-    def _most(self, run: Execution, needed: list[int]) -> int:
+    def _most(self, run: Execution, selective: bool, needed: list[int]) -> int:
         """Bytes above what the layer keeps, given those of each branch above what it keeps itself."""
-        later = [
-            sum(branch.kept(run, False) for branch in self.parts[number + 1 :])
-            for number in range(len(needed))
-        ]
-        return max(map(sub, needed, later))
+        stream, later, most = run.stream(self.hidden), 0, []
+        for (_, branch), own in zip(reversed(self.branches), reversed(needed)):
+            normed = self._normed(run, branch, selective)
+            most.append(own - later + (stream - normed if run.exact else 0))  # its input, if it is not kept
+            later += branch.kept(run, selective) + normed + stream
+        return max(most)
 
     def forward_alone(self, run: Execution) -> int:
         """Bytes needed in a forward pass from which nothing is kept, beside the output: a branch's values and
@@ -256,7 +256,7 @@ class BlockSpec:
         if again and run.exact:
             branches = [branch.forward(run, False) for branch in self.parts]
             branches[-1] = self.parts[-1].repeated(run, False)
-            moments.append(Moment(again + self._most(run, branches), again))
+            moments.append(Moment(again + self._most(run, False, branches), again))
         live = again
         for norm, branch in reversed(self.branches):
             moments += [moment.above(live) for moment in branch.backward(run, selective, split)]

@@ -308,6 +308,7 @@ def log_normaliser(
         sums.copy_(row_sum(exponentials.double(), unit))
         if overwrite:
             part.copy_(exponentials)
+        del exponentials
     total = all_reduce(total, axis)
     return highest.double() + log(total), total
 

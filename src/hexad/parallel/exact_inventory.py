@@ -8,7 +8,7 @@ ROWS, COLUMNS = 256, 4096
 SCORES = 1 << 18
 """Of attention that exist at a time, in the processor's caches."""
 _CACHED, _ON_A_DEVICE = 1 << 17, 1 << 24
-NORMALISER = 16
+NORMALISER = 20
 """Bytes for each logit, of those of which the exponentials are added at a time."""
 
 

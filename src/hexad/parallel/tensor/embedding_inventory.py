@@ -123,8 +123,8 @@ class HeadSpec:
         most = max(wide + ahead + behind, logits + product + ahead + 2 * states)
         if run.exact:
             logits_made = logits + product_bytes(rows, hidden, columns, byte)
-            normaliser = function_bytes(rows * columns, run.cpu, NORMALISER)
-            most = max(most, max(wide + normaliser, logits_made) + ahead + behind)
+            normaliser = logits * run.widening + function_bytes(rows * columns, run.cpu, NORMALISER)
+            most = max(most, max(normaliser, logits_made) + ahead + behind)
         return run.stream(hidden) + most, run.stream(hidden) + logits + 3 * states
 
 

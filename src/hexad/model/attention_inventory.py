@@ -132,13 +132,16 @@ class AttentionSpec(BranchSpec):
 
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
-        head's log-sum-exp."""
+        head's log-sum-exp; in exact arithmetic nothing of which the usual attention makes its backward pass,
+        which computes that again."""
         q, k, statistic = self._sizes(run)
-        kept = 2 * q + 2 * k + (0 if run.exact else self._core_kept(run))
-        if self.norm_eps is not None and not run.exact:
-            kept += statistic * (self.heads + self.kv_heads * self.copies)
-        if self._expanded(run) and self._computed and not selective and self.norm_eps is None:
-            kept -= 0 if run.exact else q + 2 * k  # nothing needs the projections' output
+        kept = 2 * q + 2 * k
+        if not run.exact:
+            kept += self._core_kept(run)
+            if self.norm_eps is not None:
+                kept += statistic * (self.heads + self.kv_heads * self.copies)
+            elif self._expanded(run) and self._computed and not selective:
+                kept -= q + 2 * k  # nothing needs the projections' output
         kept += sum(linear.kept(run) for linear in self.linears)
         if run.ulysses > 1:
             # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.

@@ -190,12 +190,25 @@ FEW = [
 ]
 
 
+# Narrow feed-forward layers, so that attention and the stream make the peak.
+NARROW: Groups = {
+    "model": {"layers": 1, "hidden": 256, "ffn_hidden": 256, "vocab": 112},
+    "data": {"sequence": 512},
+    "batch": {"micro": 8, "global": 8},
+}
 EXACT = [
     _case(1),
     _case(2, parallel={"tensor": 2}, precision=BF16),
     _case(1, model=LARGE_WEIGHTS["model"], data={"sequence": 1024}, batch={"micro": 1, "global": 2}),
     _case(1, model={"vocab": 112}, data={"sequence": 1024}, memory={"recompute": "full"}),
     _case(2, model={"family": "qwen3"}, parallel={"context": 2}, memory={"recompute": "selective"}),
+    _case(2, parallel={"tensor": 2}, **NARROW),
+    _case(2, parallel={"tensor": 2, "sequence": False}, **NARROW),
+    _case(2, parallel={"tensor": 2}, precision=BF16, **NARROW),
+    _case(2, parallel={"context": 2, "context_method": "ulysses"}, **NARROW),
+    _case(1, run={"compile": "pointwise"}, model={"vocab": 4000}, precision=BF16),
+    _case(1, model={"lora": {"rank": 8, "targets": ["q", "v"]}}, data={"sequence": 512}),
+    _case(1, model=NARROW["model"] | {"attention_dropout": 0.1}, data=NARROW["data"]),
 ]
 """Layouts that are measured in exact arithmetic."""
 

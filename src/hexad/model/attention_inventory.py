@@ -135,19 +135,27 @@ class AttentionSpec(BranchSpec):
         head's log-sum-exp; in exact arithmetic nothing of which the usual attention makes its backward pass,
         which computes that again."""
         q, k, statistic = self._sizes(run)
-        kept = 2 * q + 2 * k
-        if not run.exact:
+        kept = q + 2 * k + self._output_kept(run)
+        if not self._exactly(run):
             kept += self._core_kept(run)
-            if self.norm_eps is not None:
-                kept += statistic * (self.heads + self.kv_heads * self.copies)
-            elif self._expanded(run) and self._computed and not selective:
+            if self._expanded(run) and self._computed and not selective and self.norm_eps is None:
                 kept -= q + 2 * k  # nothing needs the projections' output
+        if self.norm_eps is not None and not run.exact:
+            kept += statistic * (self.heads + self.kv_heads * self.copies)
         kept += sum(linear.kept(run) for linear in self.linears)
         if run.ulysses > 1:
             # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
-            kept += q + 2 * k * (self._repeated(run) - 1)
+            kept += (0 if self._exactly(run) else q) + 2 * k * (self._repeated(run) - 1)
             return kept + (q + 2 * k if self.norm_eps is not None else 0)
         return kept + (q + k if self._computed and not selective else 0)
+
+    def _exactly(self, run: Execution) -> bool:
+        """Whether attention itself is exact: with dropout it is the usual one."""
+        return run.exact and not self.dropout
+
+    def _output_kept(self, run: Execution) -> int:
+        """Bytes of the output that is kept: by the usual attention, or by the projection after it."""
+        return self._sizes(run)[0] if self.out.trained or not self._exactly(run) else 0
 
     def _core_kept(self, run: Execution) -> int:
         """Bytes that attention itself keeps besides queries, keys, values and its output."""
@@ -176,8 +184,11 @@ class AttentionSpec(BranchSpec):
         wide = here // run.sequences * 8 // run.byte
         sharing = self.heads // run.tensor // run.ulysses // groups
         scores = scores_bytes(sharing, groups, run.length // run.ring, run.length, run.byte)
-        core = max(here + wide + scores, pairs + 2 * here if run.ring > 1 else 0)
-        core += q if run.sequences > 1 or run.isolate or run.ring > 1 else 0  # every sequence's output
+        several = run.sequences > 1 or run.isolate or run.ring > 1  # whose outputs are joined
+        core = max(
+            here + wide + scores, here + q if several else 0, pairs + 2 * here - q if run.ring > 1 else 0
+        )
+        core = core if self._exactly(run) else 0
         rotated = q + k if self._computed else 0
         rotation = run.function((q + k) // run.byte) - q
         if selective:
@@ -199,9 +210,11 @@ class AttentionSpec(BranchSpec):
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
         if run.context > 1 or self.dropout:
             core = live + self._core_backward(run)
-        again = q + self._core_kept(run) if run.exact else 0
-        core += again
-        live -= (q if operands else 2 * q) + (0 if run.exact else statistic * self.heads)
+        if self._exactly(run):  # computed again, when the projection after it has given up the output
+            core += self._core_kept(run) + (0 if self.out.trained and not operands else q)
+        else:
+            live -= statistic * self.heads
+        live -= q + (0 if operands else self._output_kept(run))
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
         joined = live + 2 * (q + 2 * k)

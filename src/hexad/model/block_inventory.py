@@ -211,7 +211,8 @@ class BlockSpec:
         return kept
 
     def forward(self, run: Execution, recompute: Recomputed) -> int:
-        """Bytes needed in the forward pass, above what is kept; in full recompute, above what is without."""
+        """Bytes needed in the forward pass, above what is kept. In full recompute the backward pass, which
+        repeats it, needs more."""
         selective = recompute == "selective"
         return self._most(run, selective, [branch.forward(run, selective) for branch in self.parts])
 

@@ -48,17 +48,18 @@ class Keys(NamedTuple):
 def on_grid(k: Tensor, v: Tensor) -> Keys:
     """Of keys and values ``[tokens, key/value heads, width]``."""
 
-    def rounded(k: Tensor) -> Tensor:
-        keys = k.double()
-        return exact.rounded(keys, exact.top(keys) * 2.0 ** (1 - _score_digits(k))).to(k.dtype)
+    def rounded_keys(part: Tensor) -> Tensor:
+        wide = part.double()
+        return exact.rounded(wide, exact.top(wide) * 2.0 ** (1 - _score_digits(part))).to(part.dtype)
 
-    def relative(v: Tensor, tops: Tensor) -> Tensor:
-        return exact.rounded(v.double() / tops, 2.0 ** (1 - _value_digits(v.dtype))).to(v.dtype)
+    def relative_values(part: Tensor, tops: Tensor) -> Tensor:
+        return exact.rounded(part.double() / tops, 2.0 ** (1 - _value_digits(part.dtype))).to(part.dtype)
 
     tops = exact.top(v)
     # A value of zeros has any.
     tops = torch.where(tops == 0, 2.0**-100, tops)
-    return Keys(exact.by_rows(rounded, k), exact.by_rows(relative, v, tops), tops.squeeze(-1).float())
+    keys, values = exact.by_rows(rounded_keys, k), exact.by_rows(relative_values, v, tops)
+    return Keys(keys, values, tops.squeeze(-1).float())
 
 
 def _score_digits(k: Tensor) -> int:

@@ -36,17 +36,18 @@ Total = Callable[[Tensor], Tensor]
 
 
 def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """What ``function`` makes of the first dim's elements of all tensors, some at a time, so that what it
-    needs for a moment stays small."""
+    """What ``function`` makes of the rows of all tensors (the elements of their first dim, of which none
+    depends on another), some at a time, so that what it needs for a moment stays small."""
     first = tensors[0]
     rows = max(1, elements_at_a_time(first.device.type == "cpu") // max(1, first[:1].numel()))
-    if rows >= len(first):
+    if first.dim() == 1 or rows >= len(first):
         return function(*tensors)
     y: Tensor | None = None
     for begin in range(0, len(first), rows):
         part = function(*(tensor[begin : begin + rows] for tensor in tensors))
         y = part.new_empty((len(first), *part.shape[1:])) if y is None else y
         y[begin : begin + rows] = part
+        del part
     assert y is not None
     return y
 
@@ -169,7 +170,8 @@ def product(
         weight: in that format, or float64 from :func:`weight_on_grid`.
         bias: ``[out]``.
         axis: whose ranks have other columns of ``x`` and ``weight``.
-        total: adds up their products, float64 ``[tokens, out]``; may keep only some of the tokens.
+        total: adds up their products, float64 ``[tokens, out]``, where the axis has several ranks; may keep
+            only some of the tokens.
     """
     if total is None or axis.size == 1:
         y = x.new_empty((len(x), len(weight)))

@@ -82,7 +82,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     memory = {number: StageMemory(stage, run, recompute, layers, numbers) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
-    peak = max(peak, _update(buckets, run, config.memory.offload == "optimizer"), key=lambda peak: peak.total)
+    peak = max(peak, _update(buckets, run, config), key=lambda peak: peak.total)
     if peak.position is None:
         action = "update"
     else:
@@ -116,13 +116,19 @@ def _plan(
     )
 
 
-def _update(buckets: list[BucketPlan], run: Execution, offload: bool) -> Peak:
+def _update(buckets: list[BucketPlan], run: Execution, config: Config) -> Peak:
     """The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
     still has those before; compiled, on the device, as they are."""
     shards = [bucket.shard_size * run.wide for bucket in buckets if not bucket.frozen]
-    widened = run.gradient < run.wide and (offload or not run.compiled)
+    widened = run.gradient < run.wide and (config.memory.offload == "optimizer" or not _compiled(config))
     most = max(map(sum, pairwise([0, *shards])), default=0) if widened else 0
     return Peak(Counter(), most, None)
+
+
+def _compiled(config: Config) -> bool:
+    """Whether pointwise functions are compiled."""
+    chosen = config.run.compile
+    return chosen in ("pointwise", "full") or not (config.run.device == "cpu" or chosen == "none")
 
 
 def execution(config: Config, layout: Layout) -> Execution:
@@ -142,7 +148,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         precision.fp8_weight_gradients,
         precision.dtype == "fp8" and config.parallel.zero < 3 and config.run.compile != "full",
         cpu,
-        config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
+        _compiled(config) and not precision.exact,
         config.data.documents == "isolate",
         context=layout.context,
         expert=layout.expert,

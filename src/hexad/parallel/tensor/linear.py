@@ -88,7 +88,7 @@ class Adapters:
         else:
             whole = exact.product(dropped, self.a, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
         for part, b, (start, width) in zip(self._parts(whole), self.b, self.columns):
-            y.narrow(1, start, width).add_(exact.product(part, b) * self.scale)
+            y.narrow(1, start, width).add_(exact.product(part, b).mul_(self.scale))
         return whole
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:

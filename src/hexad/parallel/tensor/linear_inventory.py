@@ -321,12 +321,23 @@ class LinearSpec:
         product = max(product_bytes(run.tokens, inputs, outputs, run.byte) for outputs in widths)
         if not self.row:
             copied = run.whole(max(widths)) if len(widths) > 1 else 0
-            return run.gathered(self.inputs) + copied + product
-        if run.tensor == 1:
-            return product
-        # The sums of each part of the input, and where they are scattered, the rank's tokens of one.
-        sums = 8 * parts_of(run.byte) * run.tokens * self.features
-        return sums + max(product, 8 * run.rows * self.features if run.sequence else 0)
+            return run.gathered(self.inputs) + max(copied + product, self._exact_adapters(run))
+        if run.tensor > 1:
+            # The sums of each part of the input, and one that is scattered: the rank's tokens, on a CPU also
+            # what all ranks send for them. The result is made of them, and not there yet.
+            received = run.rows + (run.tokens if run.cpu else 0) if run.sequence else 0
+            sums = 8 * parts_of(run.byte) * run.tokens * self.features
+            product = sums + max(product, 8 * received * self.features) - run.stream(self.features)
+        return max(product, self._exact_adapters(run))
+
+    def _exact_adapters(self, run: Execution) -> int:
+        """Bytes that exact arithmetic needs for what adapters add to the result."""
+        if self.adapters is None:
+            return 0
+        widths = (self._width(name, run) for name in self.adapters.outputs)
+        rank = self.adapters.kind.rank
+        products = (run.whole(width) + product_bytes(run.tokens, rank, width, run.byte) for width in widths)
+        return self.dropping(run) + max(products)
 
     def rounded(self, run: Execution) -> int:
         """Bytes of the weights that are kept in 8 bits, for forward passes and, transposed, for backward."""

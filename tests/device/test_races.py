@@ -222,8 +222,7 @@ def test_memory_that_is_used_again_has_no_history(watched: tuple[Recording, Race
         kept.append(made())
         if kept[-1].untyped_storage()._cdata == address:
             break
-    else:
-        pytest.skip("the allocator used no address again")
+    assert kept[-1].untyped_storage()._cdata == address  # else this shows nothing
     assert races.found == []
 
 

@@ -138,6 +138,17 @@ def _rotary(x: Tensor) -> Tensor:
     return torch.cat(rotary.factors(positions, lambda: positions, x.dtype), dim=2).flatten(1)
 
 
+def _rotate(x: Tensor) -> Tensor:
+    heads, angles = x[:, :44].reshape(-1, 2, 22), x[:, None, 35:].float()
+    return exact_ops.rotate(heads, angles, 1 - angles)
+
+
+def _keys(x: Tensor) -> Tensor:
+    heads = x.view(-1, 2, 23)
+    keys, kept, tops = on_grid(heads, heads * 3)
+    return torch.cat((keys.flatten(1).float(), kept.flatten(1).float(), tops), dim=1)
+
+
 ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda x: exact.exp(x.float()),
     "log": lambda x: exact.log(x.double().abs() + 1e-3),
@@ -151,6 +162,8 @@ ROW_WISE: dict[str, Callable[[Tensor], Tensor]] = {
     "losses": _losses,
     "log softmax": _softmax,
     "rotary": _rotary,
+    "rotate": _rotate,
+    "keys": _keys,
 }
 
 
@@ -169,6 +182,19 @@ def test_a_row_does_not_depend_on_those_beside_it(name: str, dtype: torch.dtype)
         assert torch.equal(function(x), made)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ROW_WISE)
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+def test_blocks_of_any_size_give_the_same(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, x = ROW_WISE[name], values(301, 46, dtype=dtype)
+    made = function(x)
+    monkeypatch.setattr(exact, "elements_at_a_time", lambda cpu: 7 * 46)
+    monkeypatch.setattr(exact, "columns_at_a_time", lambda inputs: 5)
+    monkeypatch.setattr(exact, "ROWS", 13)
+    assert torch.equal(function(x), made)
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)

@@ -122,11 +122,11 @@ class BranchSpec(ABC):
 
     def forward(self, run: Execution, selective: bool) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return 0
+        return max((linear.exact(run) for linear in self.linears), default=0)
 
     def repeated(self, run: Execution, selective: bool) -> int:
         """As :meth:`forward`, where the last product is left out: its result is not used."""
-        return 0
+        return max((linear.exact(run) for linear in self.linears[:-1]), default=0)
 
     @abstractmethod
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:

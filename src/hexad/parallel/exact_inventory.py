@@ -33,8 +33,7 @@ def elements_at_a_time(cpu: bool) -> int:
 def product_bytes(rows: int, inputs: int, outputs: int, byte: int) -> int:
     """Bytes that a product needs beside its operands and its result."""
     rows, columns, parts = min(rows, ROWS), min(outputs, columns_at_a_time(inputs)), parts_of(byte)
-    weight = 8 * columns * inputs
-    split = rows * inputs * (12 * parts + (0 if byte == 4 else 4))
+    weight, split = 8 * columns * inputs, 12 * parts * rows * inputs
     return weight + max(weight, split, 8 * parts * rows * (inputs + columns))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hexad.config import Config
+from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.generation.loading import converted, make_replica
 from hexad.generation.replica import Replica
@@ -117,7 +118,7 @@ def replica_of(stage: Transformer, config: Config, mesh: Mesh, room: Room) -> Re
     room_of = {"sequences": room.sequences, "batch_tokens": room.batch_tokens}
     inference = config.inference.model_copy(update=room_of)
     config = config.model_copy(update={"inference": inference})
-    return make_replica(stage, config, mesh, 128, ByteTokenizer())
+    return make_replica(stage, config, mesh, 128, TokenText(ByteTokenizer()))
 
 
 def written(

@@ -1,12 +1,16 @@
 """Texts as they come are, put together, the text of all ids."""
 
 import random
+from pathlib import Path
 
 import pytest
 
+from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.text_stream import TextStream
+
+from ..dataset.tokenizers import made
 
 TEXT = "Größe: 3 µm ☃ \U0001d518\U0001d52b \u2013 \n\n  naïve e\u0301 漢字かな 👩‍👩‍👧 end. "
 
@@ -18,8 +22,13 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
     return [ByteTokenizer(), load_tokenizer(str(directory))]
 
 
+def stream_of(tokenizer: Tokenizer, stop: tuple[str, ...] = (), before: tuple[int, ...] = ()) -> TextStream:
+    text = TokenText(tokenizer)
+    return TextStream(text.decoder(before), text.specials, stop)
+
+
 def pieces(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    stream = TextStream(tokenizer, stop)
+    stream = stream_of(tokenizer, stop)
     texts = []
     for token in ids:
         texts.append(stream.add(token))
@@ -43,7 +52,7 @@ def test_bytes_that_are_no_text(tokenizers: list[Tokenizer]) -> None:
             chance = random.Random(seed)
             ids = [chance.randrange(255) for _ in range(100)]
             assert "".join(pieces(tokenizer, ids)[0]) == tokenizer.decode(ids)
-        held = TextStream(tokenizer)
+        held = stream_of(tokenizer)
         assert sum(len(held.add(255)) for _ in range(100)) > 50  # they are not held back indefinitely
 
 
@@ -64,3 +73,39 @@ def test_a_text_ends_before_the_first_that_stops_it(
                 assert len(shown) <= min(ends) and any(text[len(shown) :].startswith(one) for one in stop)
             else:
                 assert shown == text
+
+
+STOPS = {  # texts to stop at, of "hello", " ", "world", "<|im_end|>", "\n", "hello", and the text before them
+    ("<|im_end|>",): "hello world",
+    ("<|im_end|>\n",): "hello world",
+    ("d<|im_end|>\nhe",): "hello worl",
+    (" world",): "hello",
+    (" world<|im_end|>x", "<|im_end|>\nhell"): "hello world",
+    ("<|im_end|>hello", "worlds"): None,
+    ("<|im_end", "never"): "hello world",
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma", "byte-level"])
+@pytest.mark.parametrize("stop", STOPS)
+def test_texts_with_special_tokens_stop(kind: str, stop: tuple[str, ...], tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(made(kind, tmp_path))
+    number = tokenizer.specials["<|im_end|>"]
+    before = tuple(tokenizer.encode("a"))
+    ids = [
+        *tokenizer.encode("ahello world")[len(before) :],
+        number,
+        *tokenizer.encode("a\nhello")[len(before) :],
+    ]
+    if tokenizer.decode([*before, *ids]) != "ahello world\nhello":
+        pytest.fail("ids that do not show anything")
+    stream = stream_of(tokenizer, stop, before)
+    texts = []
+    for token in ids:
+        texts.append(stream.add(token))
+        if stream.stopped:
+            break
+    shown = "".join(texts) + stream.end()
+    expected = STOPS[stop]
+    assert stream.stopped == (expected is not None)
+    assert shown == ("hello world\nhello" if expected is None else expected)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hexad.checkpoint.base import load_model_weights
@@ -18,7 +17,7 @@ from hexad.comm import agreed, all_reduce
 from hexad.config import Config
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.dataset.text.token_bytes import token_bytes
+from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import Tokenizer
 from hexad.parallel.tensor.loss import IGNORED
 from hexad.planning import Resolved
@@ -92,7 +91,7 @@ class ValidationSets:
             name: loader_from_config(config, *place, tokenizer, f"{prefix}{name}", context_rank)
             for name in config.data.validation_sets
         }
-        self._bytes = token_bytes(tokenizer)
+        self._bytes = TokenText(tokenizer).byte_counts
 
     def prepare(self) -> None:
         """Make the indexes of large data sets."""
@@ -161,9 +160,9 @@ class ValidationSets:
         """Bytes of text of a microbatch's targets."""
         if self._bytes is None:
             return 0
-        labels = microbatch.labels.numpy()
-        targets = labels[(labels != IGNORED) & (labels < len(self._bytes))]
-        return int(np.take(self._bytes, targets).sum())
+        previous, labels = microbatch.tokens.numpy(), microbatch.labels.numpy()
+        targets = labels != IGNORED
+        return self._bytes.total(previous[targets], labels[targets])
 
 
 def total(scores: Mapping[str, Score]) -> Score:

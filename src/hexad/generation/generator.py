@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from hexad.checkpoint.directory import different_setting
 from hexad.comm import agreed, from_first
 from hexad.config import ConfigError, HexadError
+from hexad.dataset.text.token_text import TokenText
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch, resolved_alike
@@ -42,6 +43,7 @@ class Generator:
     Attributes:
         saved: the model.
         tokenizer: its tokenizer.
+        text: what each of its tokens adds to a text.
         first: whether this is the first rank.
         warn: called with a message, once, where a request has more positions than the model was made for.
 
@@ -109,9 +111,8 @@ class Generator:
             self._take(engine)
         self._constraints = Constraints(self.tokenizer, self._model.vocab)
         # Its cache takes of the memory that is left.
-        self._replica = make_replica(
-            self._model, config, mesh, saved.positions, self.tokenizer, self._constraints
-        )
+        self.text = TokenText(self.tokenizer)
+        self._replica = make_replica(self._model, config, mesh, saved.positions, self.text, self._constraints)
         self.scheduler = self._replica.scheduler
         self._links = connected(mesh)
         for link in self._links:
@@ -247,7 +248,7 @@ class Generator:
         if wanted.schema is not None:
             self._constraints.check(wanted.schema)
         for number, prompt in enumerate(prompts):
-            for request in wanted.requests(prompt, self.encoder, self.tokenizer, f"prompt {number + 1}"):
+            for request in wanted.requests(prompt, self.encoder, f"prompt {number + 1}"):
                 self.check(request)
                 yield number, prompt, request
 

@@ -11,7 +11,7 @@ import torch
 from hexad.checkpoint.base import load_model_weights
 from hexad.comm import merged
 from hexad.config import Config, ConfigError
-from hexad.dataset.text.tokenizer import Tokenizer
+from hexad.dataset.text.token_text import TokenText
 from hexad.launching.environment import environment
 from hexad.model.attention import Attention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
@@ -74,7 +74,7 @@ def make_replica(
     config: Config,
     mesh: Mesh,
     positions: int,
-    tokenizer: Tokenizer,
+    text: TokenText,
     constrain: Callable[[str], Constraint] | None = None,
 ) -> Replica:
     """This rank's part of a replica, with an empty cache.
@@ -84,7 +84,7 @@ def make_replica(
         config: resolved.
         mesh: of all ranks, which call this together.
         positions: tokens that the model was made for.
-        tokenizer: of the texts.
+        text: of the model's tokenizer.
         constrain: makes the constraint of a JSON schema.
 
     Raises:
@@ -102,7 +102,7 @@ def make_replica(
         model.model.sliding_window,
         switch,
     )
-    return Replica(Worker(model, memory, mesh.pipeline, constrain), scheduler, tokenizer, mesh)
+    return Replica(Worker(model, memory, mesh.pipeline, constrain), scheduler, text, mesh)
 
 
 def make_memory(

@@ -45,6 +45,11 @@ class PromptEncoder:
         self._saved, self._tokenizer = saved, tokenizer
         self._begin = bos_ids(tokenizer, saved.config.data.bos)
 
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """The ids of special tokens by their text."""
+        return self._tokenizer.specials
+
     @cached_property
     def template(self) -> ChatTemplate | None:
         """The tokenizer's chat template, if it has one."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hexad.comm.messages import Outbox, take
-from hexad.dataset.text.tokenizer import Tokenizer
+from hexad.dataset.text.token_text import TokenText
 from hexad.topology.mesh import Mesh
 
 from .requests import Ending, Logprob, Request, Update
@@ -48,12 +48,12 @@ class Replica:
     Args:
         worker: of this rank.
         scheduler: see there.
-        tokenizer: of the texts.
+        text: of the model's tokenizer.
         mesh: all ranks.
     """
 
-    def __init__(self, worker: Worker, scheduler: Scheduler, tokenizer: Tokenizer, mesh: Mesh) -> None:
-        self.worker, self.scheduler, self.tokenizer = worker, scheduler, tokenizer
+    def __init__(self, worker: Worker, scheduler: Scheduler, text: TokenText, mesh: Mesh) -> None:
+        self.worker, self.scheduler, self._text = worker, scheduler, text
         ranks = sorted(mesh.layout.group(mesh.rank, "tensor", "context", "pipeline"))
         self._world, self._rank, self._leader = mesh.on_hosts(), mesh.rank, ranks[0]
         self._sampler = mesh.layout.group(self._leader, "pipeline")[-1]
@@ -76,7 +76,9 @@ class Replica:
         if not request.tokens and len(request.prompt) == 1:
             self._complete.append(Update(number, prompt_logprobs=(), ended="length"))
             return
-        self._sessions[number] = _Session(request, TextStream(self.tokenizer, request.stop))
+        decoder = self._text.decoder(request.prompt)
+        stream = TextStream(decoder, self._text.specials, request.stop)
+        self._sessions[number] = _Session(request, stream)
         # Nothing follows the last token of a prompt that is only scored.
         ids = request.prompt if request.tokens else request.prompt[:-1]
         self.scheduler.add(Sequence(number, request, list(ids)))
@@ -170,7 +172,7 @@ class Replica:
             ended = "document"
         if ended is not None and not session.text.stopped:
             text += session.text.end()
-        if session.text.stopped:
+        if session.text.stopped and ended != "document":
             ended = "stop"
         if ended is not None:
             self._sessions.pop(number)

@@ -1,13 +1,8 @@
-"""Ids to text as they come: what is certain is passed on, what the next id may still change is held back. No
-torch."""
+"""The text of a sequence as its ids come, up to a text that stops it. No torch."""
 
 from collections.abc import Sequence
 
-from hexad.dataset.text.tokenizer import Tokenizer
-
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-_LONGEST = 32
-"""Ids that are held back at most: bytes that are no UTF-8 come out as they are then."""
+from hexad.dataset.text.token_text import TextDecoder
 
 
 class TextStream:
@@ -17,42 +12,37 @@ class TextStream:
         stopped: whether such a text has come.
 
     Args:
-        tokenizer: of the ids.
+        decoder: of the new ids.
+        specials: the texts of special tokens by id. They are not part of the text, but texts that stop it may
+            contain them.
         stop: texts at which it ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
-        self._ids: list[int] = []
-        # Ids up to _begin are of no use any more; the text of those up to _end was passed on to _hold.
-        self._begin = self._end = 0
-        self._held = ""
+    def __init__(self, decoder: TextDecoder, specials: dict[int, str], stop: Sequence[str] = ()) -> None:
+        self._decoder, self._specials = decoder, specials
+        self._stop = [text for text in stop if text]
+        # What may still become part of a text that stops it, and which of its characters are hidden.
+        self._held, self._hidden = "", b""
         self.stopped = False
 
     def add(self, token: int) -> str:
         """Add an id; returns the new text that is certain."""
-        self._ids.append(token)
-        self._held += self._decoded(last=False)
+        text = self._decoder.add(token).text
+        if not self._stop:
+            return text
+        special = self._specials.get(token, "")
+        self._held += text + special
+        self._hidden += bytes(len(text)) + b"\1" * len(special)
         return self._passed()
 
     def end(self) -> str:
         """The rest of the text."""
-        self._held += self._decoded(last=True)
-        text = self._passed()
-        if not self.stopped:
-            text, self._held = text + self._held, ""
-        return text
-
-    def _decoded(self, last: bool) -> str:
-        """The text of ids since the last ones whose text is known. It is decoded after some that are known:
-        tokenizers write the beginning of a text differently."""
-        before = self._tokenizer.decode(self._ids[self._begin : self._end])
-        text = self._tokenizer.decode(self._ids[self._begin :])
-        unsure = text.endswith(_UNKNOWN) and len(self._ids) - self._end < _LONGEST
-        if (unsure and not last) or len(text) <= len(before):
+        if self.stopped:
             return ""
-        self._begin, self._end = self._end, len(self._ids)
-        return text[len(before) :]
+        text = self._decoder.end()
+        self._held += text
+        self._hidden += bytes(len(text))
+        return self._passed() + self._cut(len(self._held))
 
     def _passed(self) -> str:
         """What cannot become part of a text to stop at."""
@@ -61,11 +51,16 @@ class TextStream:
         places = [place for place in map(self._held.find, self._stop) if place >= 0]
         if places:
             self.stopped = True
-            text, self._held = self._held[: min(places)], ""
+            text = self._cut(min(places))
+            self._held, self._hidden = "", b""
             return text
         keep = max((_overlap(self._held, text) for text in self._stop), default=0)
-        cut = len(self._held) - keep
-        text, self._held = self._held[:cut], self._held[cut:]
+        return self._cut(len(self._held) - keep)
+
+    def _cut(self, length: int) -> str:
+        """Remove some characters at the beginning; returns those that are not hidden."""
+        text = "".join(char for char, hidden in zip(self._held[:length], self._hidden) if not hidden)
+        self._held, self._hidden = self._held[length:], self._hidden[length:]
         return text
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from hexad.config import ConfigError, HexadError, did_you_mean
-from hexad.dataset.text.tokenizer import Tokenizer
 
 from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
@@ -97,18 +96,14 @@ class Wanted:
             except (AttributeError, UnicodeEncodeError):
                 raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
-    def requests(
-        self, prompt: Prompt, encoder: PromptEncoder, tokenizer: Tokenizer, name: str
-    ) -> list[Request]:
+    def requests(self, prompt: Prompt, encoder: PromptEncoder, name: str) -> list[Request]:
         """The requests of a prompt, one for each sample; ``name`` is the prompt's in messages.
 
         Raises:
             HexadError: the prompt cannot be used.
         """
-        specials = tokenizer.specials
+        ids, specials = encoder.ids(prompt, name), encoder.specials
         ends = encoder.ends(prompt) | {specials[text] for text in self.stop if text in specials}
-        stop = tuple(text for text in self.stop if text not in specials)
-        ids = encoder.ids(prompt, name)
         return [
             Request(
                 ids,
@@ -116,7 +111,7 @@ class Wanted:
                 self.sampling,
                 sample,
                 ends,
-                stop,
+                self.stop,
                 self.logprobs,
                 self.prompt_logprobs,
                 self.schema,

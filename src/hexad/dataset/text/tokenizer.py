@@ -8,7 +8,8 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -205,7 +206,11 @@ class SentencePieceTokenizer(Tokenizer):
     def _offsets(self, text: str) -> Offsets:
         pieces = self.backend.encode(text, return_type="proto").pieces  # with offsets in bytes
         table = np.array([[piece.id, piece.begin, piece.end] for piece in pieces], dtype=np.int32)
-        ids, begin, end = table.reshape(-1, 3).T
+        ids, begin, end = table.reshape(-1, 3).T.copy()
+        # Of the bytes of one character, the last has the character's place, the others have none.
+        for number in range(len(pieces) - 2, -1, -1):
+            if begin[number] == end[number] and self.backend.is_byte(pieces[number].id):
+                begin[number], end[number] = begin[number + 1], end[number + 1]
         character = _characters(text)
         return Offsets(ids, character[begin], character[np.maximum(end, 1) - 1] + (end > begin))
 
@@ -262,8 +267,13 @@ class TiktokenTokenizer(Tokenizer):
         begin, end = character[bounds[:-1]], character[bounds[1:] - 1] + np.int32(1)
         return Offsets(np.array(ids, dtype=np.int32), begin, end)
 
+    def value(self, token: int) -> bytes:
+        """The bytes that a token stands for; none of a special one."""
+        ordinary = 0 <= token < self._first_special
+        return bytes(self.backend.decode_single_token_bytes(token)) if ordinary else b""
+
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self.backend.decode([int(i) for i in ids if i < self._first_special]))
+        return b"".join(map(self.value, ids)).decode(errors="replace")
 
 
 def _of_encoding(encoding: Any) -> Offsets:
@@ -384,15 +394,22 @@ BYTE_END = "<|endoftext|>"
 """Its end-of-document token, whose id is 256."""
 
 
+@lru_cache(maxsize=1)
+def byte_characters() -> Mapping[str, int]:
+    """The bytes of the characters that byte-level tokenizers write for them."""
+    from tokenizers import pre_tokenizers
+
+    # Bytes without a visible character have the characters from 256 on, in order.
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    others = map(chr, range(256, 512))
+    return {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
+
+
 def byte_backend() -> Any:
     """The ``byte`` tokenizer in the ``tokenizers`` package: the 256 values, then :data:`BYTE_END`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # Byte-level tokenizers map bytes without a visible character to the characters from 256 on, in order.
-    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    others = map(chr, range(256, 512))
-    vocab = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend = Tokenizer(models.BPE(vocab=dict(byte_characters()), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(BYTE_END, special=True)])

@@ -9,8 +9,9 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +19,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from hexad.config import ConfigError, HexadError
+from hexad.dataset.text.token_text import Label, TokenLabels, TokenText
 
 from ..requests import Logprob, Update
 from ..requests import Request as TextRequest
@@ -176,14 +178,6 @@ class _Pages:
     def __init__(self, service: Service, name: str, positions: int) -> None:
         self.service, self.name, self.positions = service, name, positions
 
-        tokenizer = service.generator.tokenizer
-        self._decode, self._specials = tokenizer.decode, {n: text for text, n in tokenizer.specials.items()}
-
-    def shown(self, token: int) -> str:
-        """The text of one token; of those that have none by themselves, the id."""
-        text = self._specials.get(token) or self._decode([token])
-        return f"token_id:{token}" if not text or "\N{REPLACEMENT CHARACTER}" in text else text
-
     def check_model(self, model: str) -> None:
         """Refuse other models than the server's."""
         if model != self.name:
@@ -204,7 +198,7 @@ class _Pages:
         for ids in prompts:
             self.service.metrics.prompt(len(ids))
         stream = self.service.stream(requests)
-        texts = _Texts(kind, requests, prompts)
+        texts = _Texts(kind, requests, prompts, self.service.generator.text)
         try:
             first = await _unless_left(request, anext(stream))
             if first is not None and not body.stream:
@@ -285,17 +279,16 @@ class _Completion:
 
     def choice(self, index: int, text: _Text) -> dict[str, Any]:
         """A complete text."""
-        body, tokenizer = self.body, self.pages.service.generator.tokenizer
-        echoed = tokenizer.decode(text.prompt) if body.echo else ""
+        body, echo = self.body, _Echo("")
+        if body.echo:
+            given = body.prompts()[index // body.choices]["prompt"]
+            echo = _Echo.of(self.pages.service.generator.text, given, text)
         logprobs = None
         if body.logprobs is not None:
-            before: list[Logprob | None] = []
-            if body.echo:
-                before = [None, *(text.scores or ())]
-            logprobs = self._logprobs([*before, *text.logprobs], text.prompt[:1], 0)
+            logprobs = _columns([*echo.tokens, *text.named(text.logprobs, len(echo.text))])
         document = {
             "index": index,
-            "text": echoed + text.text,
+            "text": echo.text + text.text,
             "logprobs": logprobs,
             "finish_reason": _reason(text.ended),
         }
@@ -306,32 +299,15 @@ class _Completion:
             ]  # fmt: skip
         return document
 
-    def delta(self, index: int, update: Update, offset: int) -> dict[str, Any]:
-        """A part of a text."""
+    def delta(self, index: int, update: Update, text: _Text) -> dict[str, Any]:
+        """A part of a text, which ``text`` does not have yet."""
         wanted = self.body.logprobs is not None and update.tokens
-        logprobs = self._logprobs(update.logprobs, (), offset) if wanted else None
         return {
             "index": index,
             "text": update.text,
-            "logprobs": logprobs,
+            "logprobs": _columns(text.named(update.logprobs)) if wanted else None,
             "finish_reason": _reason(update.ended),
         }
-
-    def _logprobs(
-        self, logprobs: Sequence[Logprob | None], first: Sequence[int], offset: int
-    ) -> dict[str, Any]:
-        shown = self.pages.shown
-        tokens, offsets = [], []
-        for one in logprobs:
-            tokens.append(shown(first[0] if one is None else one.token))
-            offsets.append(offset)
-            offset += len(tokens[-1])
-        tops = [
-            {shown(token): value for token, value in one.top} if one is not None and one.top else None
-            for one in logprobs
-        ]
-        values = [None if one is None else one.value for one in logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
 class _Chat:
@@ -350,35 +326,102 @@ class _Chat:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text.text, "refusal": None},
-            "logprobs": self._logprobs(text.logprobs),
+            "logprobs": self._logprobs(text.named(text.logprobs)),
             "finish_reason": _reason(text.ended),
         }
 
-    def delta(self, index: int, update: Update, offset: int) -> dict[str, Any]:
-        """A part of an answer."""
-        role = {"role": "assistant"} if offset == 0 else {}
+    def delta(self, index: int, update: Update, text: _Text) -> dict[str, Any]:
+        """A part of an answer, which ``text`` does not have yet."""
+        role = {"role": "assistant"} if text.tokens == 0 else {}
         return {
             "index": index,
             "delta": {**role, "content": update.text},
-            "logprobs": self._logprobs(update.logprobs) if update.tokens else None,
+            "logprobs": self._logprobs(text.named(update.logprobs)) if update.tokens else None,
             "finish_reason": _reason(update.ended),
         }
 
-    def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
+    def _logprobs(self, named: Sequence[_Named]) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
         entries = [
             {
-                **self._entry(one.token, one.value),
-                "top_logprobs": [self._entry(*pair) for pair in one.top],
+                **_entry(one.label, one.value),
+                "top_logprobs": [_entry(label, value) for label, value in one.top],
             }
-            for one in logprobs
+            for one in named
         ]
         return {"content": entries, "refusal": None}
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = self.pages.shown(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+def _entry(label: Label, value: float | None) -> dict[str, Any]:
+    return {"token": label.name, "logprob": value, "bytes": list(label.value)}
+
+
+def _columns(named: Sequence[_Named]) -> dict[str, Any]:
+    """The log-probabilities of a completion."""
+    return {
+        "tokens": [one.label.name for one in named],
+        "token_logprobs": [one.value for one in named],
+        # As at OpenAI, the token itself is among the most likely ones.
+        "top_logprobs": [
+            {label.name: value for label, value in (*one.top, (one.label, one.value))} if one.top else None
+            for one in named
+        ],
+        "text_offset": [one.offset for one in named],
+    }
+
+
+class _Named(NamedTuple):
+    """A token of a result.
+
+    Attributes:
+        label: its name.
+        value: its log-probability; None for the first of a text.
+        offset: characters of the text before it.
+        top: names and log-probabilities of the most likely tokens.
+    """
+
+    label: Label
+    value: float | None
+    offset: int
+    top: tuple[tuple[Label, float], ...] = ()
+
+
+def _named(labels: TokenLabels, token: int, score: Logprob | None, offset: int = 0) -> _Named:
+    """The next token of a text, and where it begins."""
+    place, top = offset + labels.decoder.characters, () if score is None else score.top
+    names = labels.add(token, (other for other, _ in top))
+    named_top = tuple((names[other], value) for other, value in top)
+    return _Named(names[token], None if score is None else score.value, place, named_top)
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt as a part of its result.
+
+    Attributes:
+        text: as it was given; of ids, the text that they stand for.
+        tokens: where their log-probabilities were asked for.
+    """
+
+    text: str
+    tokens: tuple[_Named, ...] = ()
+
+    @classmethod
+    def of(cls, tokens: TokenText, given: str | list[int], text: _Text) -> _Echo:
+        """The echo of a prompt that was given as a text or as ids."""
+        labels = TokenLabels(tokens, tokens.prompt_decoder())
+        named = [
+            _named(labels, token, score) for token, score in zip(text.prompt, (None, *(text.scores or ())))
+        ]
+        if isinstance(given, list):
+            decoder = tokens.prompt_decoder()
+            shown = "".join(decoder.add(token).text for token in text.prompt) + decoder.end()
+            return cls(shown, tuple(named))
+        # Encoding may change a text: places are those in the text that was given.
+        (places,) = tokens.tokenizer.encode_offsets([given])
+        begins = [*[0] * (len(text.prompt) - len(places.ids)), *places.begin.tolist()]
+        return cls(given, tuple(one._replace(offset=begin) for one, begin in zip(named, begins)))
 
 
 def _requests(
@@ -406,12 +449,17 @@ def _reason(ended: str | None) -> str | None:
 class _Text:
     """A text as it grows."""
 
-    def __init__(self, prompt: tuple[int, ...]) -> None:
+    def __init__(self, prompt: tuple[int, ...], tokens: TokenText) -> None:
         self.prompt, self.text = prompt, ""
+        self._labels = TokenLabels(tokens, tokens.decoder(prompt))
         self.ended: str | None = None
         self.tokens = self.cached = 0
         self.logprobs: list[Logprob] = []
         self.scores: tuple[Logprob, ...] | None = None
+
+    def named(self, scores: Sequence[Logprob], offset: int = 0) -> list[_Named]:
+        """Its next tokens; ``offset``: of its text in the result. Called once for each."""
+        return [_named(self._labels, score.token, score, offset) for score in scores]
 
     def add(self, update: Update) -> None:
         self.text += update.text
@@ -426,10 +474,14 @@ class _Texts:
     """The texts of one request, in its form."""
 
     def __init__(
-        self, kind: _Completion | _Chat, requests: Sequence[TextRequest], prompts: Sequence[tuple[int, ...]]
+        self,
+        kind: _Completion | _Chat,
+        requests: Sequence[TextRequest],
+        prompts: Sequence[tuple[int, ...]],
+        tokens: TokenText,
     ) -> None:
         self._kind, self._prompts = kind, prompts
-        self._texts = [_Text(request.prompt) for request in requests]
+        self._texts = [_Text(request.prompt, tokens) for request in requests]
         # Choices that are the same are computed once.
         self._copies = kind.body.choices * len(prompts) // len(requests)
         self._head = {
@@ -452,8 +504,10 @@ class _Texts:
 
     def document(self) -> dict[str, Any]:
         """The answer in one piece."""
-        texts = [text for text in self._texts for _ in range(self._copies)]
-        choices = [self._kind.choice(index, text) for index, text in enumerate(texts)]
+        choices = []
+        for place, text in enumerate(self._texts):
+            choice = self._kind.choice(place * self._copies, text)
+            choices += [{**choice, "index": place * self._copies + copy} for copy in range(self._copies)]
         return {**self._head, "object": self._kind.object[0], "choices": choices, "usage": self._usage()}
 
     async def events(
@@ -478,12 +532,10 @@ class _Texts:
 
     def _chunks(self, entry: tuple[int, Update], usage: bool) -> list[bytes]:
         place, update = entry
-        text = self._texts[place]
-        offset = len(text.text) if isinstance(self._kind, _Completion) else text.tokens
+        text, first = self._texts[place], place * self._copies
+        delta = self._kind.delta(first, update, text)
         text.add(update)
-        deltas = [
-            self._kind.delta(place * self._copies + copy, update, offset) for copy in range(self._copies)
-        ]
+        deltas = [{**delta, "index": first + copy} for copy in range(self._copies)]
         return [self._chunk([delta], None, usage) for delta in deltas]
 
     def _chunk(self, choices: list[Any], usage: Any, named: bool = True) -> bytes:

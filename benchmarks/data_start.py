@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 from facts import facts
 
-from hexad.dataset.indexed import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from hexad.dataset.indexed import DTYPES, HEADER, MAGIC, VERSION
 from hexad.dataset.load.loader import DataLoader
 from hexad.dataset.load.samples import SampleSource
+from hexad.dataset.sidecar import bin_path, idx_path
 
 _CHUNK = 1 << 22
 _UINT16 = 8

@@ -93,6 +93,7 @@ def test_check_opens_the_data_as_train_does(tmp_path: Path, monkeypatch: pytest.
         )
     # Ids that the tokenizer lacks, of data with the same end of documents.
     facts = json.loads(Path("good.hexad.json").read_text())
+    del facts["xxh3_128"]  # of the rest
     Path("good.hexad.json").write_text(json.dumps({**facts, "max_token": 9999}))
     assert "good holds token id 9999" in call("config", "check", "run.yaml").error
 

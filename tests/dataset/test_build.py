@@ -16,9 +16,9 @@ from hexad.cli.main import hexad
 from hexad.config import ConfigError, HexadError
 from hexad.dataset.build.builder import build, inspect
 from hexad.dataset.build.corpus import build_demo_data, standard_library_files, unigram_entropy
-from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
+from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.load.loader import loader_from_config
-from hexad.dataset.sidecar import read_sidecar, sidecar_path, write_sidecar
+from hexad.dataset.sidecar import bin_path, idx_path, read_sidecar, sidecar_path, write_sidecar
 from hexad.dataset.text.tokenizer import ByteTokenizer, load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.model.configuration import load_config
@@ -308,6 +308,7 @@ def test_commands(inputs: Path, tmp_path: Path) -> None:
 def test_inspect_without_a_sidecar(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "d", np.int32) as writer:
         writer.add_documents([104, 105], [0, 2])
+    sidecar_path(tmp_path / "d").unlink()
     facts = inspect(tmp_path / "d")
     assert facts["tokenizer"] is None and facts["first_text"] is None and facts["first_tokens"] == [104, 105]
     assert inspect(tmp_path / "d", tokenizer="byte")["first_text"] == "hi"

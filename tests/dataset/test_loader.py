@@ -18,14 +18,11 @@ from hexad.dataset.indexed import (
     HEADER,
     MAGIC,
     VERSION,
-    IndexedDataset,
     IndexedWriter,
-    bin_path,
-    idx_path,
 )
 from hexad.dataset.load.loader import DataLoader, loader_from_config
 from hexad.dataset.load.microbatch import IGNORED, Microbatch
-from hexad.dataset.sidecar import describe, write_sidecar
+from hexad.dataset.sidecar import Sidecar, bin_path, idx_path, read_sidecar, sidecar_path, write_sidecar
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
 from hexad.parallel.context.slice import Balance, Slicing
@@ -242,6 +239,12 @@ def test_validation_is_its_own_setting(tmp_path: Path) -> None:
         loader_from_config(config("x"), 0, 1, load_tokenizer("byte"), which="validation")
 
 
+def recorded(prefix: str) -> Sidecar:
+    sidecar = read_sidecar(prefix)
+    assert sidecar is not None
+    return sidecar
+
+
 def test_damage_is_found_at_the_start(tmp_path: Path) -> None:
     prefix = make(tmp_path / "a", [50] * 5)
     bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-4])
@@ -252,8 +255,10 @@ def test_damage_is_found_at_the_start(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_found_from_the_sidecar_alone(tmp_path: Path) -> None:
     """Without one no token is read: those of a microbatch are checked when it is."""
     prefix = make(tmp_path / "a", [50] * 5)
+    sidecar = replace(recorded(prefix), tokenizer="other", vocab=300)
+    sidecar_path(prefix).unlink()
     loader_from_config(config(prefix, "model.vocab=200"), 0, 1, load_tokenizer("byte")).close()
-    write_sidecar(prefix, replace(describe(IndexedDataset(prefix), 249), tokenizer="other", vocab=300))
+    write_sidecar(prefix, sidecar)
     with pytest.raises(ConfigError, match=r"data.train: .*a holds token id 249 .*other.*expected 0 to 199"):
         loader_from_config(config(prefix, "model.vocab=200"), 0, 1, load_tokenizer("byte"))
 
@@ -263,6 +268,7 @@ def test_opening_and_reading_touch_few_pages(tmp_path: Path) -> None:
     lengths = [2**31 - 1] * 3
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_documents(np.zeros(3, np.uint16), [1, 1, 1])
+    sidecar_path(tmp_path / "a").unlink()
     header = HEADER.pack(MAGIC, VERSION, 8, 3, 4)
     pointers = 2 * np.cumsum([0, *lengths[:2]])
     tables = (np.array(lengths, "<i4"), pointers.astype("<i8"), np.arange(4, dtype="<i8"))
@@ -283,6 +289,6 @@ def test_opening_and_reading_touch_few_pages(tmp_path: Path) -> None:
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     prefix = make(tmp_path / "a", [50] * 5)
-    write_sidecar(prefix, replace(describe(IndexedDataset(prefix), 249), tokenizer="other", vocab=300, eod=0))
+    write_sidecar(prefix, replace(recorded(prefix), tokenizer="other", vocab=300, eod=0))
     with pytest.raises(ConfigError, match="built with tokenizer other, whose end of document is 0"):
         loader_from_config(config(prefix), 0, 1, load_tokenizer("byte"))

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from hexad.config import ConfigError, HexadError
 from hexad.dataset.build.builder import inspect
-from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path
+from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.load.loader import DataLoader, loader_from_config
 from hexad.dataset.load.microbatch import IGNORED
 from hexad.dataset.load.whole_samples import PADDING, WholeSamples, assigned, placements
 from hexad.dataset.masks import mask_path
-from hexad.dataset.sidecar import describe, identity, write_sidecar
+from hexad.dataset.sidecar import bin_path, identity
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
 from hexad.planning import resolve
@@ -242,7 +242,6 @@ def test_settings_reach_the_loader(tmp_path: Path) -> None:
 def test_a_mask_is_never_applied_to_other_data_nor_left_out(tmp_path: Path) -> None:
     prefix = tmp_path / "d"
     data = write(prefix, LENGTHS)
-    write_sidecar(prefix, describe(data, int(data.tokens.max())))
     whole, before = mask_path(prefix).read_bytes(), identity(prefix)
     assert inspect(prefix)["trained"] == int((data.tokens % 3 != 0).sum())
 

@@ -117,9 +117,14 @@ class Checkpointer:
         self.wait()
         self._writer.shutdown()
 
-    def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
+    def load(
+        self,
+        path: Path,
+        chunks: Sequence[Chunk],
+        further: Callable[[Manifest], None] = lambda manifest: None,
+    ) -> Manifest:
         """Fill ``chunks`` from a checkpoint of this configuration's model, as
-        :func:`hexad.checkpoint.reader.load` does.
+        :func:`hexad.checkpoint.reader.load` does; ``further`` refuses a manifest too, on the first rank.
 
         Raises:
             AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, of another
@@ -129,6 +134,7 @@ class Checkpointer:
         def check(manifest: Manifest) -> None:
             check_same_model(path, manifest.config, self.config, resuming=True)
             check_same_tokenizer(path, manifest.config, self.config.data.tokenizer)
+            further(manifest)
 
         return load(path, chunks, self._axis, self.config.checkpoint.verify, check)
 

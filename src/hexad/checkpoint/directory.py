@@ -1,10 +1,12 @@
 """Checkpoint directories of a run: names, atomic creation, retention. No torch.
 
 ``checkpoints/step-00000100/`` is created by one rename after everything in it is on disk, so that every
-directory with such a name is complete. ``checkpoints/latest`` names the newest, and ``checkpoints/best`` the
-one with the lowest validation loss, if those are kept.
+directory with such a name and a manifest is complete. One without a manifest is no checkpoint, unless
+``checkpoints/latest``, which names the newest, says so: it has then lost the manifest, and is damaged.
+``checkpoints/best`` names the one with the lowest validation loss, if those are kept.
 """
 
+import logging
 import os
 import shutil
 import time
@@ -23,6 +25,8 @@ from hexad.version import __version__
 from .index import FileRecord, Index
 from .manifest import MANIFEST_FILE, STEP_NAME, Manifest, check_size, manifest_checksum, read_manifest
 
+log = logging.getLogger("hexad")
+
 
 class CheckpointDirectory:
     """The ``checkpoints`` folder of a run directory."""
@@ -35,10 +39,29 @@ class CheckpointDirectory:
         if not os.path.isdir(self.path):  # False for a name that is too long, too
             return []
         # One that is being replaced sorts before its successor.
-        checkpoints = [
-            (int(m[1]), not m[2], p) for p in self.path.iterdir() if (m := STEP_NAME.fullmatch(p.name))
-        ]
-        return [(step, path) for step, _, path in sorted(checkpoints)]
+        named = [(int(m[1]), not m[2], p) for p in self.path.iterdir() if (m := STEP_NAME.fullmatch(p.name))]
+        return [(step, path) for step, _, path in sorted(named) if not self._is_stray(path)]
+
+    def strays(self) -> list[Path]:
+        """What has the name of a checkpoint, but is none."""
+        paths = self.path.iterdir() if os.path.isdir(self.path) else ()
+        return sorted(path for path in paths if STEP_NAME.fullmatch(path.name) and self._is_stray(path))
+
+    def _is_stray(self, path: Path) -> bool:
+        try:
+            (path / MANIFEST_FILE).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return path.name != self._named("latest")
+        except OSError:
+            pass  # whoever reads it reports that
+        return False
+
+    def _named(self, file: str) -> str:
+        """The checkpoint that ``latest`` or ``best`` names; empty where there is no such file."""
+        try:
+            return (self.path / file).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -52,6 +75,8 @@ class CheckpointDirectory:
             HexadError: ``must`` without a checkpoint, ``never`` with one, or there is none to load.
         """
         newest = self.newest()
+        for stray in self.strays():
+            log.warning("%s: no checkpoint, as it has no %s; ignored", stray, MANIFEST_FILE)
         if settings.resume == "never" and newest is not None:
             raise HexadError(
                 f"checkpoint.resume: found never, but {self.path} holds {newest.name}; "

@@ -1,4 +1,4 @@
-"""``hexad data``: build and inspect token files."""
+"""``hexad data``: build, inspect and verify token files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .options import answer, json_option, progress_bar
 
 if TYPE_CHECKING:
     from hexad.dataset.build.builder import BuildSummary
+    from hexad.dataset.built import Verified
 
 
 class ManyValues(click.Command):
@@ -49,7 +50,7 @@ class ManyValues(click.Command):
 
 @click.group("data")
 def data() -> None:
-    """Build and inspect token files."""
+    """Build, inspect and verify token files."""
 
 
 _INPUTS = (
@@ -140,7 +141,7 @@ def build_command(
 
 
 def _sentence(summary: BuildSummary) -> str:
-    from hexad.config.errors import counted
+    from hexad.config import counted
 
     names = {"empty": "without text", "binary": "binary", "not UTF-8": "not UTF-8"}
     counts = ", ".join(
@@ -179,6 +180,44 @@ def inspect_command(
 
     facts = inspect(prefix, tokenizer=tokenizer, first=first, sequence=sequence)
     answer(as_json, facts, *(f"{name.replace('_', ' '):<14}{_shown(value)}" for name, value in facts.items()))
+
+
+@data.command("verify")
+@click.argument("prefixes", metavar="PREFIX...", nargs=-1, required=True)
+@json_option
+def verify_command(prefixes: tuple[str, ...], as_json: bool) -> None:
+    """Read .bin/.idx datasets and compare all their files with the checksums made when they were written.
+
+    Exit status 2 if anything is damaged. Datasets of other tools have no checksums: their files are compared
+    with each other only.
+    """
+    from hexad.config import HexadError, counted
+    from hexad.dataset.built import verify
+
+    results = {prefix: verify(prefix) for prefix in prefixes}
+    damaged = [prefix for prefix, result in results.items() if result.problems]
+    tree = {prefix: asdict(result) for prefix, result in results.items()}
+    lines = (line for prefix, result in results.items() for line in _verified(prefix, result))
+    answer(as_json, {"damaged": bool(damaged), "results": tree}, *lines)
+    if damaged:
+        first, *others = (problem for prefix in damaged for problem in results[prefix].problems)
+        raise HexadError(
+            f"data verify: {first}" + (f"; {counted(len(others), 'problem')} more" if others else "")
+        )
+
+
+def _verified(prefix: str, result: Verified) -> list[str]:
+    from hexad.config import counted
+
+    if result.problems:
+        return result.problems
+    what = f"{prefix}: {counted(result.files, 'file')}, {result.size / 2**20:,.1f} MiB"
+    if result.checksums:
+        return [f"{what}: intact, all checksums match"]
+    return [
+        f"{what}: consistent, but there are no checksums (written by another tool or an earlier version): a "
+        "changed token cannot be detected; datasets that 'hexad data build' writes have them"
+    ]
 
 
 def _shown(value: Any) -> str:

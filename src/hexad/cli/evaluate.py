@@ -77,7 +77,7 @@ def _named(data: tuple[str, ...]) -> dict[str, str]:
 
 def _refuse_setting(name: str, prefix: str) -> None:
     """Refuse what is more likely a misspelt setting: a name with dots of data that is not there."""
-    from hexad.dataset.indexed import idx_path
+    from hexad.dataset.sidecar import idx_path
 
     hint = did_you_mean(name, setting_names()) if "." in name else ""
     if hint and not idx_path(prefix).exists():

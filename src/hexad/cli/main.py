@@ -22,7 +22,7 @@ _COMMANDS = {
     "score": ("hexad.cli.score", "score", "Log-probabilities of given tokens."),
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
     "serve": ("hexad.cli.serve", "serve", "Answer requests of OpenAI's interface with a model."),
-    "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
+    "data": ("hexad.cli.data", "data", "Build, inspect and verify datasets."),
     "tokenizer": ("hexad.cli.tokenizer", "tokenizer", "Train and show tokenizers."),
     "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Inspect, verify, import and export checkpoints."),
     "show": ("hexad.cli.show", "show", "Draw layouts, schedules and runs."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,7 @@ def _prompt_ids(saved: SavedModel) -> Callable[[Mapping[str, Any], str], tuple[i
 def score_here(request: dict[str, Any]) -> None:
     """Be one rank of the command; the first reads and writes."""
     from hexad.comm import from_first
+    from hexad.dataset.files import exclusive
     from hexad.engine.scoring import Scorer
     from hexad.launching.launch import launch
     from hexad.planning.saved_model import scored_model
@@ -150,8 +152,11 @@ def score_here(request: dict[str, Any]) -> None:
     from .progress import TokenProgress
 
     saved = scored_model(request["source"], request["overrides"], request["ranks"])
-    with launch(saved.config) as run:
+    with launch(saved.config) as run, ExitStack() as stack:
         world = run.mesh.world
+        output = request["output"]
+        lock = exclusive(Path(output), f"--output: {output}")
+        from_first(lambda: stack.enter_context(lock), world)
         scorer = Scorer(run.resolved, run.mesh, saved.weights)
         rows = _sequences(request["file"], saved)
         partial, first = _partial(request["output"]), world.rank == 0

@@ -93,7 +93,41 @@ def _read(path: Path) -> dict[str, Any]:
     tree = _parse_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise HexadError(f"{path}: found a {type(tree).__name__}, expected a mapping of settings")
-    return tree
+    return _in_its_place(tree, path)
+
+
+def _in_its_place(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The settings of a run's ``config.yaml`` with the directory that it is in as ``run.dir``, and in all
+    paths below that: the run may have been moved, or copied, since it was written. Other files are unchanged.
+    """
+    run = tree.get("run")
+    written = run.get("dir") if isinstance(run, dict) else None
+    directory = _run_directory(path.absolute())
+    if directory is None or not isinstance(written, str) or not os.path.isabs(written):
+        return tree
+    if os.path.realpath(directory) == os.path.realpath(written):
+        return tree
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, str):
+            prefix = "hf:" if value.startswith("hf:") else ""
+            inside = value.removeprefix(prefix)
+            if inside == written or inside.startswith(written.rstrip("/") + "/"):
+                return prefix + str(directory) + inside.removeprefix(written.rstrip("/"))
+        if isinstance(value, dict):
+            return {name: moved(inner) for name, inner in value.items()}
+        return [moved(inner) for inner in value] if isinstance(value, list) else value
+
+    return {name: moved(value) for name, value in tree.items()}
+
+
+def _run_directory(path: Path) -> Path | None:
+    """The run directory that a ``config.yaml`` belongs to, as its own or a checkpoint's; None for others."""
+    directory = path.parent
+    if directory.parent.name == "checkpoints" and directory.name.startswith("step-"):
+        directory = directory.parent.parent
+    marks = directory / "metrics.jsonl", directory / "checkpoints" / "latest"
+    return directory if path.name == "config.yaml" and any(map(os.path.isfile, marks)) else None
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:

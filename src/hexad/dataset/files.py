@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, TextIO, TypeVar
+from typing import IO, Any, BinaryIO, TextIO, TypeVar
 from uuid import uuid4
+
+import xxhash
 
 from hexad.config.errors import HexadError
 
@@ -29,6 +31,15 @@ def sampled_hash(*paths: Path) -> str:
             for offset in sorted({i * max(size - _BLOCK, 0) // (_BLOCKS - 1) for i in range(_BLOCKS)}):
                 stream.seek(offset)
                 digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def checksum(path: Path) -> str:
+    """XXH3-128 of a complete file, in hexadecimal."""
+    digest, buffer = xxhash.xxh3_128(), bytearray(1 << 20)
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
     return digest.hexdigest()
 
 
@@ -93,8 +104,8 @@ def appearing_whole(final: Path) -> Iterator[BinaryIO]:
         sync_directory(final.parent)
 
 
-def lock(file: TextIO, seconds: float) -> bool | None:
-    """Lock an open file for this process, until it is closed; the holder writes its name into it.
+def acquire(file: IO[Any], seconds: float) -> bool | None:
+    """Lock an open file for this process, until it is closed.
 
     Returns:
         Whether the lock was obtained within ``seconds``; None where the file system has no locks.
@@ -103,17 +114,60 @@ def lock(file: TextIO, seconds: float) -> bool | None:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return True
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return None
         if time.monotonic() >= end:
             return False
         time.sleep(0.1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    return True
+
+
+def lock(file: TextIO, seconds: float) -> bool | None:
+    """As :func:`acquire`, of a file for that purpose: the holder writes its name into it."""
+    locked = acquire(file, seconds)
+    if locked:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+    return locked
+
+
+@contextmanager
+def exclusive(final: Path, name: str) -> Iterator[None]:
+    """Let no other process write ``final``, a file, a directory or the prefix of several, during the block;
+    messages call it ``name``. The system releases the lock of a process that dies. Without effect on file
+    systems without locks.
+
+    Raises:
+        HexadError: another process writes it, or its directory cannot be written.
+    """
+    beside = final.with_name(f".{final.name}.lock")
+    while True:
+        with reporting(name, "written"):
+            file = beside.open("a+", encoding="utf-8")
+        with file:
+            if lock(file, 0.0) is False:
+                file.seek(0)
+                raise HexadError(
+                    f"{name}: {file.read()} is writing it; wait until that has ended, or give another name"
+                )
+            if not _is_open(beside, file):
+                continue  # its holder has just removed it
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    beside.unlink(missing_ok=True)
+            return
+
+
+def _is_open(path: Path, file: IO[Any]) -> bool:
+    """Whether an open file still has its name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], None], seconds: float) -> T:

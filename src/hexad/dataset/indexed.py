@@ -20,18 +20,28 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from hexad.config.errors import HexadError
 
-from .files import reporting, sampled_hash, sync_and_close, sync_directory, temporary_name
+from .files import (
+    checksum,
+    exclusive,
+    reporting,
+    sampled_hash,
+    sync_and_close,
+    sync_directory,
+    temporary_name,
+)
 from .masks import MaskWriter, TokenMask, mask_path
+from .sidecar import Sidecar, bin_path, idx_path, sidecar_path, write_sidecar
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -54,16 +64,6 @@ SMALL = 1 << 20
 def dtype_for(vocab: int) -> np.dtype[Any]:
     """The token dtype for ids below ``vocab``: uint16 below 65500 ids, else int32 (Megatron's rule)."""
     return DTYPES[8] if vocab < 65500 else DTYPES[4]
-
-
-def bin_path(prefix: str | Path) -> Path:
-    """``PREFIX.bin``."""
-    return Path(f"{prefix}.bin")
-
-
-def idx_path(prefix: str | Path) -> Path:
-    """``PREFIX.idx``."""
-    return Path(f"{prefix}.idx")
 
 
 class IndexedDataset:
@@ -288,10 +288,10 @@ def _missing(prefix: str, path: Path) -> str:
 
 
 class IndexedWriter:
-    """Writes a dataset, one document after another; both files get their names when it is complete.
+    """Writes a dataset, one document after another; its files get their names when it is complete.
 
     Use as a context manager: a normal exit completes the dataset, an exception removes what was written. A
-    killed process leaves only hidden ``.tmp`` files.
+    killed process leaves only hidden ``.tmp`` files. Meanwhile no other process can write the same dataset.
 
     Args:
         prefix: path without ``.bin`` / ``.idx``; its directory is made if missing. A dataset of that name is
@@ -302,23 +302,27 @@ class IndexedWriter:
         tokens, documents: what was written so far.
         mask: which of the tokens are trained.
         max_token: largest id written so far, -1 before the first.
+        facts: what else the dataset's :class:`~.sidecar.Sidecar` records, such as the tokenizer.
+
+    Raises:
+        HexadError: another dtype, the files cannot be written, or another process writes them.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type[np.integer[Any]]) -> None:
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        code = next((code for code, known in DTYPES.items() if known == self.dtype), None)
-        if code is None:
-            raise ValueError(f"dtype {dtype} is not one of {[d.name for d in DTYPES.values()]}")
-        self._code = code
-        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self.dtype, self._code = _stored(dtype)
+        self._prefix, self._bin, self._idx = prefix, bin_path(prefix), idx_path(prefix)
         self._temporary = (temporary_name(self._bin), temporary_name(self._idx))
         self.mask = MaskWriter(prefix)
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self.tokens = 0
         self.max_token = -1
+        self.facts: dict[str, Any] = {}
+        self._checksum = xxhash.xxh3_128()  # of the tokens
+        self._lock = ExitStack()
         with reporting(self._bin, "written"):
             self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.enter_context(exclusive(Path(prefix), str(prefix)))
             self._stream: BinaryIO = self._temporary[0].open("wb")
 
     @property
@@ -327,56 +331,67 @@ class IndexedWriter:
         return len(self._boundaries) - 1
 
     def add_document(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None, trained: NDArray[np.bool_] | None = None
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, trained: ArrayLike | None = None
     ) -> None:
         """Append one document.
 
         Args:
-            tokens: ids ``[length]``; may be empty.
+            tokens: integer ids ``[length]``; may be empty.
             lengths: tokens of each of its sequences, summing to ``length``; None: it is one sequence.
             trained: bool ``[length]``, which of the tokens have a loss as targets; None: all.
 
         Raises:
-            ValueError: the lengths do not add up, or an id does not fit the dtype.
-            HexadError: the disk is full or the file cannot be written.
+            HexadError: an argument of another kind or shape, an id that does not fit the dtype, the writer is
+                closed, or the file cannot be written.
         """
         count = self._append(tokens, lengths, trained)
         self._boundaries.append(self._boundaries[-1] + count)
 
-    def add_documents(
-        self, tokens: ArrayLike, lengths: ArrayLike, trained: NDArray[np.bool_] | None = None
-    ) -> None:
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, trained: ArrayLike | None = None) -> None:
         """Append many documents of one sequence each.
 
         Args:
-            tokens: ids ``[sum(lengths)]``, the documents one after another.
+            tokens: integer ids ``[sum(lengths)]``, the documents one after another.
             lengths: tokens of each document.
             trained: as for :meth:`add_document`.
 
         Raises:
-            ValueError, HexadError: as for :meth:`add_document`.
+            HexadError: as for :meth:`add_document`.
         """
         count = self._append(tokens, lengths, trained)
         first = self._boundaries[-1] + 1
         self._boundaries.extend(range(first, first + count))
 
-    def _append(self, tokens: ArrayLike, lengths: ArrayLike | None, trained: NDArray[np.bool_] | None) -> int:
-        ids = np.asarray(tokens).reshape(-1)
-        sizes = np.asarray([len(ids)] if lengths is None else lengths, dtype=np.int64).reshape(-1)
-        if sizes.sum() != len(ids) or (sizes < 0).any() or (sizes > np.iinfo(np.int32).max).any():
-            raise ValueError(f"lengths of {int(sizes.sum())} tokens for {len(ids)} tokens")
-        if trained is not None and trained.shape != ids.shape:
-            raise ValueError(f"a mask of shape {trained.shape} for {len(ids)} tokens")
-        if len(ids):
-            low, high, limits = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
-            if low < limits.min or high > limits.max:
-                raise ValueError(f"token ids {low} to {high} do not fit {self.dtype.name}")
-            self.max_token = max(self.max_token, high)
+    def _append(self, tokens: ArrayLike, lengths: ArrayLike | None, trained: ArrayLike | None) -> int:
+        if self._stream.closed:
+            raise HexadError(f"{self._bin}: the writer is closed; add documents inside its 'with' block")
+        ids = _checked("tokens", tokens, "integer ids", "iu")
+        limits = np.iinfo(self.dtype)
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (limits.max, -1)
+        if low < limits.min or high > limits.max:
+            raise HexadError(
+                f"tokens: found ids from {low} to {high}, expected {limits.min} to {limits.max} of dtype "
+                f"{self.dtype.name}; give IndexedWriter a wider dtype"
+            )
+        sizes = np.array([len(ids)]) if lengths is None else _checked("lengths", lengths, "integers", "iu")
+        if (sizes < 0).any() or (sizes > np.iinfo(np.int32).max).any() or sizes.sum() != len(ids):
+            raise HexadError(
+                f"lengths: found {int(sizes.sum())} tokens in {len(sizes)} sequences, expected lengths from "
+                f"0 whose sum is the number of tokens, {len(ids)}"
+            )
+        marks = None if trained is None else _checked("trained", trained, "true or false", "b")
+        if marks is not None and marks.shape != ids.shape:
+            raise HexadError(
+                f"trained: found {len(marks)} values for {len(ids)} tokens, expected one for each"
+            )
+        stored = ids.astype(self.dtype, copy=False).tobytes()
         with reporting(self._bin, "written"):
-            self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
+            self._stream.write(stored)
         with reporting(self.mask.path, "written"):
-            self.mask.add(len(ids), trained)
+            self.mask.add(len(ids), marks)
+        self._checksum.update(stored)
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
+        self.max_token = max(self.max_token, high)
         self.tokens += len(ids)
         return len(sizes)
 
@@ -398,15 +413,38 @@ class IndexedWriter:
             with reporting(self.mask.path, "written"):
                 self.mask.complete(self._temporary[1], self._temporary[0])
             with reporting(self._idx, "written"):
+                sidecar = self._sidecar()
                 self._idx.unlink(missing_ok=True)
+                sidecar_path(self._prefix).unlink(missing_ok=True)
                 self.mask.publish()
                 self._temporary[0].replace(self._bin)
+                write_sidecar(self._prefix, sidecar)
                 self._temporary[1].replace(self._idx)
         except HexadError:
             self.discard()
             raise
         with suppress(OSError):  # not every file system can
             sync_directory(self._idx.parent)
+        self._lock.close()
+
+    def _sidecar(self) -> Sidecar:
+        """The dataset's sidecar; its other files are complete under their temporary names."""
+        tokens, index = self._temporary
+        mask = self.mask.temporary if self.mask.used else None
+        checksums = {".bin": self._checksum.hexdigest(), ".idx": checksum(index)}
+        if mask is not None:
+            checksums[".mask"] = checksum(mask)
+        return Sidecar(
+            fingerprint=sampled_hash(index, tokens),
+            documents=self.documents,
+            tokens=self.tokens,
+            max_token=self.max_token,
+            dtype=self.dtype.name,
+            bin_bytes=self.tokens * self.dtype.itemsize,
+            mask=None if mask is None else sampled_hash(mask),
+            checksums=checksums,
+            **self.facts,
+        )
 
     def _write_index(self, stream: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
@@ -429,6 +467,7 @@ class IndexedWriter:
         for path in self._temporary:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+        self._lock.close()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -438,3 +477,37 @@ class IndexedWriter:
             self.finish()
         else:
             self.discard()
+
+
+def _stored(dtype: np.dtype[Any] | type[np.integer[Any]]) -> tuple[np.dtype[Any], int]:
+    """(a token dtype as it is stored, its code).
+
+    Raises:
+        HexadError: it is not among :data:`DTYPES`.
+    """
+    try:
+        stored = np.dtype(dtype).newbyteorder("<")
+    except TypeError:
+        stored = None
+    for code, known in DTYPES.items():
+        if known == stored:
+            return known, code
+    names = ", ".join(known.name for known in DTYPES.values())
+    raise HexadError(f"dtype: found {dtype!r}, expected one of {names}")
+
+
+def _checked(name: str, values: ArrayLike, expected: str, kinds: str) -> NDArray[Any]:
+    """An argument as a one-dimensional array of one of these NumPy ``kinds``; empty ones have any.
+
+    Raises:
+        HexadError: it is another one.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists; tensors of a GPU
+        array = np.asarray(None)
+    if array.ndim == 1 and (array.dtype.kind in kinds or not array.size):
+        return array
+    kind = f"{array.dtype.name} of shape {array.shape}"
+    found = kind if array.ndim and array.dtype != object else f"{values!r:.60}"
+    raise HexadError(f"{name}: found {found}, expected {expected}, a list or array of one dimension")

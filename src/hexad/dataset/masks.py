@@ -96,11 +96,12 @@ class MaskWriter:
     Attributes:
         trained: tokens marked so far.
         used: whether any token is not trained.
+        temporary: where the file is written, if there will be one.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.path = mask_path(prefix)
-        self._temporary = temporary_name(self.path)
+        self.temporary = temporary_name(self.path)
         self._stream: BinaryIO | None = None
         self._rest = np.empty(0, dtype=np.bool_)  # of the last byte
         self.tokens = self.trained = 0
@@ -126,7 +127,7 @@ class MaskWriter:
 
     def _begin(self, before: int) -> None:
         """Open the file; the first ``before`` tokens are trained."""
-        self._stream = self._temporary.open("wb")
+        self._stream = self.temporary.open("wb")
         self._stream.write(bytes(HEADER.size))
         for start in range(0, before, _CHUNK):
             self._write(np.ones(min(_CHUNK, before - start), dtype=np.bool_))
@@ -158,7 +159,7 @@ class MaskWriter:
         if self._stream is None:
             self.path.unlink(missing_ok=True)
         else:
-            self._temporary.replace(self.path)
+            self.temporary.replace(self.path)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -166,4 +167,4 @@ class MaskWriter:
             with suppress(OSError):
                 self._stream.close()
             with suppress(OSError):
-                self._temporary.unlink(missing_ok=True)
+                self.temporary.unlink(missing_ok=True)

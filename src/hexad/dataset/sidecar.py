@@ -1,21 +1,23 @@
-"""``PREFIX.hexad.json``: facts about a dataset beside Megatron's two files.
+"""``PREFIX.hexad.json``: facts about a dataset beside Megatron's two files, and their checksums.
 
-What it records is checked at the start of a run; without it, token ids are checked as they are read. The file
-is used only while its fingerprint matches the data, so that it is never applied to copied or rebuilt data.
-(The name is not ``PREFIX.json``, which may be the user's own input.)
+:class:`.indexed.IndexedWriter` writes it. What it records is checked at the start of a run; without it (data
+of other tools), token ids are checked as they are read. It begins with a checksum of itself, and has a
+fingerprint of the data: beside other data it is an error, so that neither damage nor exchanged files go
+unnoticed. (The name is not ``PREFIX.json``, which may be the user's own input.)
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import xxhash
 from pydantic import ConfigDict, TypeAdapter
 
 from hexad.config.errors import HexadError
 
-from .files import appearing_whole, sampled_hash
-from .indexed import IndexedDataset, bin_path, idx_path
+from .files import appearing_whole, reporting, sampled_hash
 from .masks import mask_path
 
 
@@ -36,6 +38,8 @@ class Sidecar:
         mask: hash of the loss mask beside the data (``PREFIX.mask``); None where all tokens are trained.
         chat_templates: those of its conversations, as :attr:`.text.chat.ChatTemplate.named`; None where there
             are no conversations.
+        checksums: XXH3-128 of each file (``.bin``, ``.idx``, ``.mask``) as it was written; None if an earlier
+            version of Hexad has built the data.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of what is read from a file
@@ -52,9 +56,20 @@ class Sidecar:
     bos: Sequence[int] | None = None
     mask: str | None = None
     chat_templates: Mapping[str, str] | None = None
+    checksums: Mapping[str, str] | None = None
 
 
 _SIDECAR = TypeAdapter(Sidecar)
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """``PREFIX.bin``."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """``PREFIX.idx``."""
+    return Path(f"{prefix}.idx")
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -73,13 +88,56 @@ def identity(prefix: str | Path) -> str:
     return sampled_hash(idx_path(prefix), bin_path(prefix), *([mask] if mask.is_file() else []))
 
 
-def read_sidecar(prefix: str | Path) -> Sidecar | None:
-    """The dataset's sidecar, or None where there is none, it is malformed, or it belongs to other data."""
-    try:
-        sidecar = _SIDECAR.validate_json(sidecar_path(prefix).read_bytes())
-    except (OSError, ValueError):
+def stored_sidecar(prefix: str | Path) -> Sidecar | None:
+    """The content of ``PREFIX.hexad.json``, whatever data are beside it; None where there is none.
+
+    Raises:
+        HexadError: it is damaged.
+    """
+    path = sidecar_path(prefix)
+    if not os.path.isfile(path):  # False for a name that is too long, too
         return None
-    return sidecar if sidecar.fingerprint == fingerprint(prefix) else None
+    with reporting(path):
+        return _decoded(path.read_bytes(), path)
+
+
+def read_sidecar(prefix: str | Path) -> Sidecar | None:
+    """The dataset's sidecar, or None where there is none.
+
+    Raises:
+        HexadError: it is damaged, or belongs to other data.
+    """
+    sidecar, path = stored_sidecar(prefix), sidecar_path(prefix)
+    if sidecar is not None and sidecar.fingerprint != fingerprint(prefix):
+        raise HexadError(
+            f"{bin_path(prefix)} and .idx: not the data that {path.name} was written for: damaged, or "
+            f"replaced by others; build or copy all files of {prefix} again, or remove {path.name} if other "
+            "data were written on purpose"
+        )
+    return sidecar
+
+
+_BEGIN, _HEX = '{\n  "xxh3_128": "', 32
+
+
+def _guarded(body: bytes) -> bytes:
+    """The content of a sidecar: ``body`` is all of a JSON object but its first brace."""
+    return _BEGIN.encode() + xxhash.xxh3_128_hexdigest(body).encode() + b'",' + body
+
+
+def _decoded(content: bytes, path: Path) -> Sidecar:
+    body, guarded = content[1:], content.startswith(_BEGIN.encode())
+    if guarded:
+        body = content[len(_BEGIN) + _HEX + 2 :]
+    try:
+        if guarded and _guarded(body) != content:
+            raise ValueError
+        return _SIDECAR.validate_json(b"{" + body)
+    except ValueError:  # pydantic's errors too
+        raise HexadError(
+            f"{path}: damaged, or of another version of Hexad; build or copy the data again, or remove this "
+            "file (token ids are then checked as they are read)"
+        ) from None
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
@@ -90,20 +148,7 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     """
     text = json.dumps(asdict(sidecar), indent=2) + "\n"
     with appearing_whole(sidecar_path(prefix)) as stream:
-        stream.write(text.encode())
-
-
-def describe(data: IndexedDataset, max_token: int) -> Sidecar:
-    """The sidecar of an open dataset, of which nothing is known but its files."""
-    return Sidecar(
-        fingerprint=fingerprint(data.prefix),
-        documents=data.documents,
-        tokens=len(data.tokens),
-        max_token=max_token,
-        dtype=data.dtype.name,
-        bin_bytes=data.tokens.nbytes,
-        mask=None if data.mask is None else sampled_hash(data.mask.path),
-    )
+        stream.write(_guarded(text.encode()[1:]))
 
 
 def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
@@ -124,65 +169,3 @@ def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
             )
         first, templates = prefix, built.chat_templates
     return templates
-
-
-def check_mask(data: IndexedDataset, built: Sidecar) -> None:
-    """Refuse data whose loss mask is not the one it was built with.
-
-    Raises:
-        HexadError: it is missing, or another one.
-    """
-    path = mask_path(data.prefix)
-    if built.mask is None:
-        return
-    if data.mask is None:
-        raise HexadError(
-            f"{path}: missing: {data.prefix} was built with a loss mask "
-            f"({sidecar_path(data.prefix).name}); copy it too, or build the data again"
-        )
-    if sampled_hash(path) != built.mask:
-        raise HexadError(f"{path}: damaged: not what was written; build the data again, or copy it again")
-
-
-def open_built(
-    prefix: str,
-    vocab: int | None,
-    eod: int | None,
-    bos: Sequence[int] | None,
-    part: tuple[float, float] | None = None,
-) -> IndexedDataset:
-    """A dataset that fits a run by what its sidecar records; without one, only damage is found here. What is
-    None is not checked.
-
-    Args:
-        prefix: of the dataset.
-        vocab: refuse a token id that is not below this.
-        eod: of the run's tokenizer; data built with another is refused.
-        bos: ids before each document in the run; data built with others is refused.
-        part: which documents to take, as fractions; None: all.
-
-    Raises:
-        HexadError: it cannot be opened, or does not fit.
-    """
-    data = IndexedDataset(prefix)
-    if (built := read_sidecar(prefix)) is not None:
-        check_mask(data, built)
-        if eod is not None and built.eod not in (None, eod):
-            raise HexadError(
-                f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, "
-                f"but that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data "
-                "again"
-            )
-        if vocab is not None and built.max_token >= vocab:
-            with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
-            raise HexadError(
-                f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 "
-                f"to {vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
-            )
-        if bos is not None and built.bos is not None and list(bos) != list(built.bos):
-            raise HexadError(
-                f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
-                f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
-                "the data again"
-            )
-    return data if part is None else data.part(*part)

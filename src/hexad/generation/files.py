@@ -19,6 +19,7 @@ from typing import Any
 
 from hexad.config import HexadError, one_line
 from hexad.config.files import readable
+from hexad.dataset.files import acquire
 
 from .prompts import form_of
 from .requests import Logprob
@@ -92,7 +93,7 @@ class TextFile:
         path: of the file; made if it does not exist.
 
     Raises:
-        HexadError: it cannot be read or written, or has other contents.
+        HexadError: it cannot be read or written, has other contents, or another process writes it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -101,6 +102,9 @@ class TextFile:
         self._complete = 0  # bytes of complete lines
         try:
             self._file = open(self._path, "ab+")  # noqa: SIM115 (closed by __exit__)
+            if acquire(self._file, 0.0) is False:
+                problem = "another process adds texts to it; wait until that has ended, or give another file"
+                raise HexadError(f"--output: {self._path}: {problem}")
             self._read()
         except OSError as error:
             raise self._unwritable(error) from None

@@ -10,8 +10,8 @@ from hexad.checkpoint.directory import CheckpointDirectory, check_same_model
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.schema import prefixes
+from hexad.dataset.built import open_built
 from hexad.dataset.load.whole_samples import source_of
-from hexad.dataset.sidecar import open_built
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
 
 

@@ -3,10 +3,9 @@
 import logging
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,9 +13,9 @@ from hexad.checkpoint.kept_tokenizer import training_templates
 from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.config.schema import prefixes
+from hexad.dataset.built import Identity, identities
 from hexad.dataset.files import write_durably
 from hexad.dataset.load.loader import DataLoader, loader_from_config
-from hexad.dataset.sidecar import identity
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import ValidationSets, total
@@ -83,9 +82,10 @@ class Trainer:
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(self._opened)
-        run.identical("data", run.agreed(self._data_identity))
+        data = run.agreed(self._data_identities)
+        run.identical("data", [sampled for sampled, _ in data.values()])
         self.engine = self._make_engine()
-        self.saves = Saves(run, self.engine)
+        self.saves = Saves(run, self.engine, data)
         # Per token, without attention and with that of complete sequences; linear in between.
         self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
@@ -104,9 +104,11 @@ class Trainer:
             check_packages(self.config)
         return _open_data(self.config, self.mesh)
 
-    def _data_identity(self) -> Any:
-        """What all ranks need alike of the data."""
-        return [identity(prefix) for prefix in prefixes(self.config.data.train)]
+    def _data_identities(self) -> Mapping[str, Identity]:
+        """What identifies the data that the run reads, by prefix: the same on all ranks."""
+        config = self.config
+        validation = config.data.validation_sets.values() if config.validate_.every else ()
+        return identities(name for data in (config.data.train, *validation) for name in prefixes(data))
 
     def _make_engine(self) -> Engine:
         return Engine(self.run.resolved, self.mesh, initialise=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hexad.comm import agreed
 from hexad.config import AgreedError, ConfigError, HexadError, dump_config
+from hexad.dataset.built import Identity, check_same_data
 from hexad.dataset.files import write_durably
 from hexad.engine.engine import Engine
 from hexad.launching.launch import Run
@@ -63,6 +65,8 @@ class Saves:
         run: from :func:`hexad.launch`.
         engine: whose state it is; made with ``initialise=False``, as :meth:`begin` sets all values. Where it
             has user-defined modules, ``model`` has no part in them.
+        data: of the run, as :func:`hexad.dataset.built.identities` says; others under the same prefix are
+            refused when the run resumes.
 
     Attributes:
         checkpointer: writes and finds the files.
@@ -70,8 +74,8 @@ class Saves:
         evaluations: of the run, in every checkpoint.
     """
 
-    def __init__(self, run: Run, engine: Engine) -> None:
-        self.run, self.engine = run, engine
+    def __init__(self, run: Run, engine: Engine, data: Mapping[str, Identity] | None = None) -> None:
+        self.run, self.engine, self._data = run, engine, dict(data or {})
         self.config = run.resolved.config
         self.checkpointer = Checkpointer(self.config, run.mesh)
         self.base: Base | None = None
@@ -121,6 +125,7 @@ class Saves:
         if not self._begun:
             raise HexadError("Saves.save: call begin first, which loads what the run begins with")
         progress = {**self.engine.progress(), **recorded(self.base), **self.evaluations.progress()}
+        progress |= {"data": self._data} if self._data else {}
         self.checkpointer.save(self.engine.chunks(), progress, reason, last)
 
     def roll_back(self) -> Manifest | None:
@@ -153,6 +158,15 @@ class Saves:
             where = f"{error.filename or directory / FOLDER}: {error.strerror}"
             raise ConfigError("run.dir", f"cannot keep settings and tokenizer: {where}") from None
 
+    def _check_data(self, path: Path, manifest: Manifest) -> None:
+        """Refuse data that were rebuilt or replaced, and report others."""
+        recorded = manifest.progress.get("data", {})
+        check_same_data(recorded, self._data, str(path))
+        names = [{sampled for sampled, _ in data.values()} for data in (recorded, self._data)]
+        if recorded and names[0] != names[1]:
+            text = "the run continues with other data: samples from %d on are counted in their order"
+            log.warning(text, manifest.samples)
+
     def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
         """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
         there is none."""
@@ -160,7 +174,7 @@ class Saves:
         if path is None:
             return None
         try:
-            return path, self.checkpointer.load(path, self.engine.chunks())
+            return path, self.checkpointer.load(path, self.engine.chunks(), partial(self._check_data, path))
         except AgreedError as error:
             if not issubclass(error.kind, DamagedCheckpoint):
                 raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError, one_line
-from hexad.dataset.files import reporting, write_durably
+from hexad.dataset.files import exclusive, reporting, write_durably
 from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
 
@@ -35,11 +35,14 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
     fails. Messages name the ``option`` that named it.
 
     Raises:
-        HexadError: it exists already, or cannot be written.
+        HexadError: it exists already, cannot be written, or another process writes it.
     """
     path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
-    with reporting(f"{option}: {path}", "written"):
+    name = f"{option}: {path}"
+    with reporting(name, "written"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(path, name), reporting(name, "written"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HexadError(
                 f"{option}: {path} exists and is not empty; remove it, or name another directory"

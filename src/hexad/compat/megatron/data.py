@@ -36,7 +36,8 @@ def write_mock_data(prefix: str, sequence: int, numbers: int = _NUMBERS) -> None
     import numpy as np
 
     from hexad.dataset.files import written_once
-    from hexad.dataset.indexed import IndexedWriter, dtype_for, idx_path
+    from hexad.dataset.indexed import IndexedWriter, dtype_for
+    from hexad.dataset.sidecar import idx_path
 
     def write() -> None:
         lengths = np.random.default_rng(0).integers(1, 2 * sequence, _DOCUMENTS)

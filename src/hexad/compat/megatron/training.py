@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hexad.config import HexadError
+from hexad.dataset.built import Identity
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.launching.launch import Run
@@ -117,8 +118,8 @@ class _ScriptTrainer(Trainer):
     def _announce(self) -> None:
         """No-op: what the script's losses are means of is counted as they are computed."""
 
-    def _data_identity(self) -> Any:
-        return super()._data_identity() if isinstance(self._training, FlagsData) else None
+    def _data_identities(self) -> Mapping[str, Identity]:
+        return super()._data_identities() if isinstance(self._training, FlagsData) else {}
 
     def _opened(self) -> Any:
         validates = bool(self.config.validate_.every)

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from hexad.config import HexadError
 from hexad.dataset.build.builder import build
 from hexad.dataset.files import written_once
-from hexad.dataset.indexed import idx_path
+from hexad.dataset.sidecar import idx_path
 
 from .sampler import MegatronDataSampler
 from .tokenizers import TokenizerSpec

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from hexad.config.errors import HexadError
 from hexad.config.hub import local_tokenizer
 
-from ..indexed import IndexedDataset, IndexedWriter, bin_path, dtype_for, idx_path
+from ..built import check_mask
+from ..indexed import IndexedDataset, IndexedWriter, dtype_for
 from ..load.whole_samples import packing_facts
 from ..masks import mask_path
-from ..sidecar import check_mask, describe, read_sidecar, sidecar_path, write_sidecar
+from ..sidecar import bin_path, idx_path, read_sidecar, sidecar_path
 from ..text.chat import load_chat_template
 from ..text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from .records import Document, Reading
@@ -154,8 +155,7 @@ def build(
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
     writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
-    data, any_framed = IndexedDataset(prefix), True in framed
-    _describe(data, writer, encoder, reading, frame, framed)
+    any_framed = True in framed
     return BuildSummary(
         prefix=str(prefix),
         documents=writer.documents,
@@ -165,7 +165,7 @@ def build(
         skipped_kinds=dict(skipped),
         left_out=left_out,
         bytes_read=sum(piece.size for piece in pieces),
-        dtype=data.dtype.name,
+        dtype=writer.dtype.name,
         tokenizer=encoder.name,
         vocab=encoder.vocab_size,
         eod=frame.eod if any_framed else None,
@@ -186,26 +186,16 @@ def _not_written(files: Sequence[Found], prefix: str | Path) -> list[Found]:
     return [file for file in files if os.path.realpath(file.path) not in written]
 
 
-def _describe(
-    data: IndexedDataset,
-    writer: IndexedWriter,
-    encoder: Tokenizer,
-    reading: Reading,
-    frame: _Frame,
-    framed: set[bool],
-) -> None:
-    """Write the sidecar of built data."""
-    sidecar = replace(
-        describe(data, writer.max_token),
-        tokenizer=encoder.name,
-        vocab=encoder.vocab_size,
-        eod=frame.eod if True in framed else encoder.eod,
+def _facts(encoder: Tokenizer, reading: Reading, frame: _Frame, framed: set[bool]) -> dict[str, Any]:
+    """What the sidecar records besides counts."""
+    return {
+        "tokenizer": encoder.name,
+        "vocab": encoder.vocab_size,
+        "eod": frame.eod if True in framed else encoder.eod,
         # A template writes what begins a conversation, independent of the run's data.bos.
-        bos=frame.bos if True in framed else None,
-        chat_templates=reading.template.named if False in framed and reading.template else None,
-    )
-    with suppress(OSError):  # the sidecar only saves time
-        write_sidecar(data.prefix, sidecar)
+        "bos": frame.bos if True in framed else None,
+        "chat_templates": reading.template.named if False in framed and reading.template else None,
+    }
 
 
 def _write(
@@ -218,8 +208,8 @@ def _write(
     progress: Callable[[int, int], object] | None,
     nothing: str,
 ) -> tuple[IndexedWriter, set[bool], Counter[str]]:
-    """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones; returns the writer,
-    closed, and as of :class:`_Encoded` what is framed and what was skipped."""
+    """Tokenize pieces into the files of ``prefix``; returns the writer, closed, and as of :class:`_Encoded`
+    what is framed and what was skipped."""
     dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
     work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -241,8 +231,7 @@ def _write(
                 "none of the tokens would be trained: completions are empty, or the chat template does not "
                 "render what the assistant says; give another one with --chat-template FILE"
             )
-        with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
-            sidecar_path(prefix).unlink(missing_ok=True)
+        writer.facts = _facts(encoder, reading, frame, framed)
     return writer, framed, skipped
 
 

@@ -22,7 +22,7 @@ from hexad.config.errors import ConfigError, blaming
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.tensor.loss import IGNORED
 
-from ..sidecar import open_built
+from ..built import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
 from .microbatch import Microbatch
 from .order import Blend

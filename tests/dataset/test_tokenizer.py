@@ -73,7 +73,7 @@ def special(content: str, number: int) -> dict[str, object]:
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, 300),
         ({"tokenizer_config.json": {"eos_token": {"content": "<|done|>"}}}, 310),
         ({"special_tokens_map.json": {"eos_token": "<|done|>"}}, 310),
-        ({"tokenizer_config.json": {"eos_token": "nowhere"}}, None),
+        ({"tokenizer_config.json": {"eos_token": "nowhere"}}, 311),
     ],
 )
 def test_end_of_document_is_the_one_the_files_name(directory: Path, tmp_path: Path, files, eod) -> None:
@@ -83,7 +83,7 @@ def test_end_of_document_is_the_one_the_files_name(directory: Path, tmp_path: Pa
         (tmp_path / name).write_text(json.dumps(content))
     tokenizer = load_tokenizer(str(tmp_path))
     # tokenizers renumbers added tokens without gaps.
-    names = {300: "</s>", 310: "<|done|>"}
+    names = {300: "</s>", 310: "<|done|>", 311: "nowhere"}  # the last one is new
     backend = tokenizer.backend  # type: ignore[attr-defined]
     assert tokenizer.eod == (backend.token_to_id(names[eod]) if eod in names else eod)
     assert tokenizer.vocab_size == max(backend.get_vocab().values()) + 1

@@ -20,6 +20,7 @@ from hexad.config.schema import prefixes
 from hexad.dataset.files import sync_directory, write_durably
 from hexad.dataset.sidecar import chat_templates
 from hexad.dataset.text.chat import load_chat_template, template_files
+from hexad.dataset.text.special_tokens import TOKEN_FILES
 from hexad.dataset.text.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -42,7 +43,7 @@ MODEL = "model"
 """Of the files of the model that a run started from, in :data:`FOLDER`."""
 _ORIGIN = ".origin"
 """Beside the run's copy: the paths it stands for."""
-_NAMING = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_NAMING = (*TOKEN_FILES, "chat_template.jinja")
 """Files beside a tokenizer's that name its special tokens and render conversations."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
 _REPLACED = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")

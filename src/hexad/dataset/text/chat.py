@@ -13,7 +13,7 @@ from hexad.config.errors import HexadError, one_line
 from hexad.config.files import readable
 
 from ..files import reporting
-from .tokenizer import tokenizer_settings
+from .special_tokens import declared_tokens, token_text, tokenizer_settings
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -221,8 +221,9 @@ def load_chat_template(tokenizer: str, file: str | None = None) -> ChatTemplate 
     if tokenizer != "byte":
         directory = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     settings = tokenizer_settings(directory) if directory is not None else {}
-    special = {name: text for name, value in settings.items() if (text := _token(name, value)) is not None}
-    ends = tuple(dict.fromkeys([*special.values(), *_added(settings, directory)]))
+    texts = {name: token_text(value) for name, value in settings.items() if name.endswith("_token")}
+    special = {name: text for name, text in texts.items() if isinstance(text, str)}
+    ends = tuple(dict.fromkeys(_special(directory))) if directory is not None else ()
     if file is not None:
         template = ChatTemplate(_read(Path(file)), file, special, ends)
         template.check()
@@ -255,24 +256,16 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> tuple[str, dict[
     return str(directory / "tokenizer_config.json"), named
 
 
-def _token(name: str, value: Any) -> str | None:
-    """The text of a special token that a template may name."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if name.endswith("_token") and isinstance(value, str) else None
-
-
-def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
+def _special(directory: Path) -> list[str]:
     """The texts of a tokenizer's special tokens."""
-    listed = settings.get("added_tokens_decoder") or {}
-    entries = list(listed.values()) if isinstance(listed, dict) else []
-    file = directory / "tokenizer.json" if directory is not None else None
-    if not entries and file is not None and file.is_file():
-        try:
-            entries = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
-        except (OSError, ValueError, AttributeError):
-            entries = []  # loading the tokenizer reports that
-    return [entry["content"] for entry in entries if isinstance(entry, dict) and entry.get("special")]
+    declared = [token.content for token in declared_tokens(directory) if token.flags.get("special")]
+    try:
+        tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        entries = tree.get("added_tokens") or []
+    except (OSError, ValueError, AttributeError):
+        entries = []  # loading the tokenizer reports that
+    listed = (entry for entry in entries if isinstance(entry, dict) and entry.get("special"))
+    return [*declared, *(entry["content"] for entry in listed)]
 
 
 def _read(path: Path) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from itertools import count
@@ -19,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError, one_line
+
+from .special_tokens import declared_tokens, token_text, tokenizer_settings
 
 Ids = NDArray[np.int32]
 
@@ -121,13 +122,13 @@ class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``, through the ``tokenizers`` package.
 
     Args:
-        file: the ``tokenizer.json``; ``tokenizer_config.json`` and ``special_tokens_map.json`` beside it name
-            the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried. Its post-processor
-            alone defines what stands before each text, as in ``transformers`` 5.
+        file: the ``tokenizer.json``. Tokens that files beside it name (:mod:`.special_tokens`) are added as
+            ``transformers`` 5 adds them; ``eos_token`` is the end-of-document token, else :data:`END_NAMES`
+            are tried. Its post-processor alone defines what stands before each text.
         name: as the user gave it.
 
     Raises:
-        HexadError: the file is not a tokenizer.
+        HexadError: the file is not a tokenizer, or files beside it name a token with another id.
     """
 
     kind = "Hugging Face"
@@ -143,9 +144,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.backend.no_truncation()
         self.backend.no_padding()
         self.name = name
+        self._add_declared(file)
         # The largest id, not the count: vocabularies may have gaps.
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        named = _named(file.parent, "eos_token")
+        named = _declared_end(file.parent)
         ids = (self.backend.token_to_id(end) for end in ([named] if named else END_NAMES))
         self.eod: int | None = next((i for i in ids if i is not None), None)
         encoding = self.backend.encode("a", add_special_tokens=True)
@@ -155,6 +157,20 @@ class HuggingFaceTokenizer(Tokenizer):
         self.specials = {token.content: number for number, token in sorted(added.items()) if token.special}
         # Without special tokens it changes nothing but offsets, from which it takes spaces.
         self.backend.post_processor = None
+
+    def _add_declared(self, file: Path) -> None:
+        """Add the tokens that only files beside the vocabulary name, as ``transformers`` does."""
+        from tokenizers import AddedToken
+
+        present = {token.content: token for token in self.backend.get_added_tokens_decoder().values()}
+        missing = []
+        for declared in declared_tokens(file.parent):
+            token = AddedToken(declared.content, **declared.flags)
+            listed = declared.number is not None and repr(present.get(token.content)) != repr(token)
+            if token.content not in present or listed:
+                missing.append(token)
+        self.backend.add_tokens(missing)
+        _check_declared(file, self.backend.token_to_id)
 
     def encode(self, text: str) -> list[int]:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
@@ -190,10 +206,14 @@ class SentencePieceTokenizer(Tokenizer):
             raise HexadError(f"{file}: not a SentencePiece model: {one_line(error)}") from None
         self.name = name
         self.vocab_size = int(self.backend.get_piece_size())
-        end = int(self.backend.eos_id())
+        pieces = {str(self.backend.id_to_piece(number)): number for number in range(self.vocab_size)}
+        _check_declared(file, pieces.get)
+        named = _declared_end(file.parent)
+        end = int(self.backend.eos_id()) if named is None else pieces[named]
         self.eod = end if end >= 0 else None
         begin = int(self.backend.bos_id())
-        self.bos = (begin,) if begin >= 0 and _named(file.parent, "add_bos_token") else ()
+        puts_begin = tokenizer_settings(file.parent).get("add_bos_token")
+        self.bos = (begin,) if begin >= 0 and puts_begin else ()
         controls = (number for number in range(self.vocab_size) if self.backend.is_control(number))
         self.specials = {str(self.backend.id_to_piece(number)): number for number in controls}
 
@@ -255,7 +275,8 @@ class TiktokenTokenizer(Tokenizer):
         self.name = name
         self._first_special = first
         self.vocab_size = first + _LLAMA3_SPECIALS
-        self.eod = specials["<|end_of_text|>"]
+        _check_declared(file, specials.get)
+        self.eod = specials[_declared_end(file.parent) or "<|end_of_text|>"]
         self.specials = specials
 
     def encode(self, text: str) -> list[int]:
@@ -342,28 +363,28 @@ def vocabulary_file(spec: str) -> Path | None:
     )
 
 
-def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """The settings in ``tokenizer_config.json``, else ``special_tokens_map.json``, beside a tokenizer.
+def _declared_end(directory: Path) -> str | None:
+    """The end-of-document token that the files beside a tokenizer name."""
+    text = token_text(tokenizer_settings(directory).get("eos_token"))
+    return text if isinstance(text, str) else None
+
+
+def _check_declared(file: Path, known: Callable[[str], int | None]) -> None:
+    """Refuse tokens that files beside a vocabulary name and it does not have, or has with another id.
 
     Raises:
-        HexadError: one of them is not JSON.
+        HexadError: naming the first.
     """
-    settings: dict[str, Any] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        try:
-            content = json.loads((directory / file).read_text(encoding="utf-8"))
-            settings |= {key: value for key, value in content.items() if value is not None}
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise HexadError(f"{directory / file}: not readable as JSON: {one_line(error)}") from None
-    return settings
-
-
-def _named(directory: Path, key: str) -> Any:
-    """A token (its text) or switch of the files beside a tokenizer; None where they have none."""
-    token = tokenizer_settings(directory).get(key)
-    return token.get("content") if isinstance(token, dict) else token
+    for token in declared_tokens(file.parent):
+        number = known(token.content)
+        if number is None or token.number not in (None, number):
+            named = f"{token.file or 'a file there'} names the token {token.content!r}"
+            named += "" if token.number is None else f" with id {token.number}"
+            has = "does not have" if number is None else f"has with id {number}"
+            raise HexadError(
+                f"{file.parent}: {named}, which {file.name} {has}; save a tokenizer.json with transformers' "
+                "AutoTokenizer(...).save_pretrained, or correct that file"
+            )
 
 
 def _has_ranks(path: Path) -> bool:

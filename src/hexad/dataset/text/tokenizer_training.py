@@ -48,7 +48,7 @@ def training_texts(
     Raises:
         HexadError: an input cannot be read or decoded, naming file and line; or there is no text.
     """
-    pieces = cut(find_files(inputs, include, exclude)[0])
+    pieces = cut(find_files(inputs, include, exclude).files)
     check_used({"--json-key": json_key}, pieces)
     total, done, empty = sum(piece.size for piece in pieces), 0, True
     reading = Reading(json_key, _Listing("", ""))

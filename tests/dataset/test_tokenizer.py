@@ -16,6 +16,8 @@ from hexad.config import HexadError
 from hexad.dataset.text.tokenizer import ByteTokenizer, bos_ids, load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 
+from .tokenizers import made
+
 TEXTS = ["def f(x):\n    return x + 1\n", "Grüße, 世界! 🙂", "", "   spaces\t\n\n", "1234567"] * 3
 
 
@@ -165,6 +167,20 @@ def test_tiktoken_numbers_specials_as_llama3_does(tmp_path: Path, name: str) -> 
         assert tokenizer.decode([*ids, len(tokens) + 1]) == text
     # Text that spells a special token is text.
     assert max(tokenizer.encode("<|end_of_text|>")) < len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("unit", "length"),
+    [(" ", 1_000_000), *((unit, length) for unit in " a\né🙂" for length in (24_999, 25_001, 75_003))],
+)
+def test_tiktoken_takes_runs_of_any_length(tmp_path: Path, unit: str, length: int) -> None:
+    pytest.importorskip("tiktoken")
+    tokenizer = load_tokenizer(made("tiktoken", tmp_path))
+    text = f"hello{unit * length} world"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    (places,) = tokenizer.encode_offsets([text])
+    assert places.ids.tolist() == ids and places.end[-1] == len(text)
 
 
 @pytest.mark.parametrize(

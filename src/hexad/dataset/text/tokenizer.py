@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,6 +251,10 @@ _LLAMA3_NAMED = {
     9: "<|eot_id|>",
 }
 _LLAMA3_SPECIALS = 256
+# Llama 3 encodes runs of white space, and of anything else, in parts of 25,000 characters; the regular
+# expression fails on a million.
+_RUN = 25_000
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_RUN + 1},}}|(?<!\s)\s{{{_RUN + 1},}}")
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -280,7 +284,9 @@ class TiktokenTokenizer(Tokenizer):
         self.specials = specials
 
     def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode_ordinary(text))
+        cuts = [cut for run in _LONG_RUN.finditer(text) for cut in range(run.start() + _RUN, run.end(), _RUN)]
+        bounds = pairwise((0, *cuts, len(text)))
+        return [token for begin, end in bounds for token in self.backend.encode_ordinary(text[begin:end])]
 
     def _offsets(self, text: str) -> Offsets:
         ids, character = self.encode(text), _characters(text)

@@ -142,6 +142,7 @@ def build_command(
 
 def _sentence(summary: BuildSummary) -> str:
     from hexad.config import counted
+    from hexad.dataset.build.inputs import listed
 
     names = {"empty": "without text", "binary": "binary", "not UTF-8": "not UTF-8"}
     counts = ", ".join(
@@ -149,6 +150,8 @@ def _sentence(summary: BuildSummary) -> str:
     )
     skipped = f"; skipped: {counts}" if counts else ""
     left_out = f"; {counted(summary.left_out, 'file')} left out by pattern" if summary.left_out else ""
+    left_out += f"; {summary.hidden:,} hidden" if summary.hidden else ""
+    left_out += f"; not read: {listed(summary.unread)}" if summary.unread else ""
     trained = ""
     if summary.trained is not None:
         part = summary.trained / summary.tokens

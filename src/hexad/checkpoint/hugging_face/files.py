@@ -1,6 +1,7 @@
 """The files beside the weights of a Hugging Face model; directories that are written atomically."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,25 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def check_links(directory: Path) -> None:
+    """Refuse a model's directory in which a link leads out of it: a published model must not decide which
+    other files of this machine are read and copied. Snapshots of the hub's cache consist of links to the
+    ``blobs`` of their model, which are part of it.
+
+    Raises:
+        HexadError: naming the link and where it leads.
+    """
+    root = Path(os.path.realpath(directory))
+    inside = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    for path in sorted(directory.rglob("*")):
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not any(target.is_relative_to(folder) for folder in inside):
+            raise HexadError(
+                f"{path}: a link to {target}, outside the model's directory, which is not followed; if you "
+                "trust the model, put a copy of the file in place of the link"
+            )
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

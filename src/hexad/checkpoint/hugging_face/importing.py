@@ -19,7 +19,7 @@ from ..index import FileRecord, Index
 from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
 from ..tensor_file import Part, TensorFile, write_shard
-from .files import appearing, has_tokenizer
+from .files import appearing, check_links, has_tokenizer
 from .weights import HuggingFaceModel, row_slices
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
@@ -45,9 +45,11 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
     place when all is on disk. ``check`` refuses a configuration that this version cannot run.
 
     Raises:
-        HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.
+        HexadError: the model is not supported, incomplete, or has links out of its directory; or ``to`` is
+            not empty or cannot be written.
     """
     check_target(to)
+    check_links(source)
     path, raw = source / CONFIG_FILE, read_config(source)
     settings = model_settings(raw, path)
     with appearing(to, "--to") as partial:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hexad.checkpoint.directory import origin_of, write_manifest
-from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
+from hexad.checkpoint.hugging_face.files import appearing, check_links, has_tokenizer
 from hexad.checkpoint.hugging_face.importing import with_tokenizer
 from hexad.checkpoint.index import FileRecord
 from hexad.checkpoint.tensor_file import Part, TensorFile, write_shard
@@ -78,8 +78,9 @@ def published_config(folder: Path) -> dict[str, Any]:
     """The settings of the model in a Hugging Face directory, as groups of a configuration.
 
     Raises:
-        HexadError: it is not supported.
+        HexadError: it is not supported, or has links out of its directory.
     """
+    check_links(folder)
     settings = model_settings(read_config(folder), folder / CONFIG_FILE)
     return {"model": settings, "data": {"sequence": settings["max_positions"]}}
 

@@ -28,8 +28,9 @@ from ..masks import mask_path
 from ..sidecar import bin_path, idx_path, read_sidecar, sidecar_path
 from ..text.chat import load_chat_template
 from ..text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from .inputs import Found, find_files
 from .records import Document, Reading
-from .sources import Found, NotText, Piece, check_used, cut, find_files, read, streamed
+from .sources import NotText, Piece, check_used, cut, read, streamed
 
 _TASK_BYTES = 1 << 20
 """Least text of a task, if there is enough: sending a task costs as much as a small file."""
@@ -50,6 +51,9 @@ class BuildSummary:
         skipped_kinds: the same by reason: ``empty`` (files and documents without text), and of files in
             directories ``binary`` and ``not UTF-8``.
         left_out: files that include and exclude patterns left out.
+        hidden: hidden files and directories of directories, which are left out.
+        unread: path -> why it was left out, of all others: dangling links, links to a directory that they are
+            in, devices, pipes, directories without files.
         bytes_read: size of the inputs on disk.
         dtype: name of the token dtype.
         tokenizer, vocab, eod: as in :class:`~hexad.dataset.sidecar.Sidecar`; ``eod`` is None if none was
@@ -66,6 +70,8 @@ class BuildSummary:
     skipped: int
     skipped_kinds: dict[str, int]
     left_out: int
+    hidden: int
+    unread: dict[str, str]
     bytes_read: int
     dtype: str
     tokenizer: str
@@ -133,7 +139,7 @@ def build(
         json_key: key (.jsonl, .json) or column (.parquet) of the text or conversation; None: ``text``,
             ``messages``, or ``prompt`` and ``completion``, whichever a record has.
         chat_template: file of the template of conversations; None: the tokenizer's own.
-        include, exclude: glob patterns of files, see :func:`~hexad.dataset.build.sources.find_files`.
+        include, exclude: glob patterns of files, see :func:`~hexad.dataset.build.inputs.find_files`.
         append_eod: end every document with the tokenizer's end-of-document token, if it has one.
         prepend_bos: begin every document with what the tokenizer puts before each text, if anything.
         progress: called with (bytes done, bytes in all) from time to time.
@@ -149,8 +155,9 @@ def build(
         raise HexadError(f"--output: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
     encoder = load_tokenizer(local_tokenizer(tokenizer))
     reading = reading_of(encoder, json_key, chat_template)
-    files, left_out = find_files(inputs, include, exclude)
-    pieces = cut(_not_written(files, prefix))
+    found = find_files(inputs, include, exclude)
+    files = _not_written(found.files, prefix)
+    pieces = cut(files)
     check_used({"--json-key": json_key, "--chat-template": chat_template}, pieces)
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
@@ -163,7 +170,9 @@ def build(
         trained=writer.mask.trained if writer.mask.used else None,
         skipped=skipped.total(),
         skipped_kinds=dict(skipped),
-        left_out=left_out,
+        left_out=found.left_out,
+        hidden=found.hidden,
+        unread=found.unread,
         bytes_read=sum(piece.size for piece in pieces),
         dtype=writer.dtype.name,
         tokenizer=encoder.name,

@@ -1,72 +1,20 @@
 """Raw data on disk, compressed or not, divided into pieces that any process can read independently."""
 
-import bz2
-import gzip
 import json
-import lzma
-import os
 import shlex
-import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from importlib import import_module
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, NamedTuple, cast
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from hexad.config.errors import HexadError, counted, one_line
+from hexad.config.errors import HexadError, one_line
 
 from ..files import reporting
+from .compressed import compression, opened
+from .inputs import Found
 
-_OPEN: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-ENDINGS = (*_OPEN, ".zst")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 """Files that hold files."""
-_WINDOW_LOG = 31  # of the largest window that zstd --long makes
-
-
-def compression(path: Path) -> str | None:
-    """The ending of a compressed file, None for others."""
-    return path.suffix.lower() if path.suffix.lower() in ENDINGS else None
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """(stream of the decompressed content, the file itself, whose position tells how far it has been read).
-
-    Raises:
-        HexadError: inside the block too: the file is damaged or truncated, or a package is missing.
-        OSError: it cannot be opened or read.
-    """
-    kind = compression(path)
-    with path.open("rb") as raw:
-        try:
-            with _decompressing(raw, kind, path) as stream:
-                yield stream, raw
-        except Exception as error:
-            damaged = isinstance(error, EOFError | zlib.error | lzma.LZMAError)
-            damaged |= isinstance(error, OSError) and error.errno is None  # gzip's and bz2's
-            if not damaged and type(error).__name__ != "ZstdError":
-                raise
-            raise HexadError(
-                f"{path}: damaged or not a {path.suffix} file: {one_line(error)}; copy or compress it again"
-            ) from None
-
-
-def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> BinaryIO:
-    if kind is None:
-        return raw
-    if kind in _OPEN:
-        return cast(BinaryIO, _OPEN[kind](raw))
-    try:
-        zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-    except ImportError:
-        raise HexadError(f"{path}: reading .zst needs a package: pip install 'hexad[zstd]'") from None
-    return cast(BinaryIO, zstd.open(raw, options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}))
-
-
 _JSONL_PIECE = 4 << 20
 """Bytes of a .jsonl file that one process reads at a time."""
 _LINES = (".jsonl", ".ndjson")
@@ -80,19 +28,6 @@ Kind = Literal["text", "jsonl", "json", "parquet"]
 Skipped = Literal["empty", "binary", "not UTF-8"]
 
 
-class Found(NamedTuple):
-    """A file to read.
-
-    Attributes:
-        path: the file.
-        named: whether the user gave its path, and not that of a directory in which it is: it is then an error
-            if it is not text.
-    """
-
-    path: Path
-    named: bool
-
-
 @dataclass(frozen=True)
 class Piece:
     """A part of an input: a whole text file or .json, lines of a .jsonl, or a row group of a .parquet.
@@ -102,7 +37,7 @@ class Piece:
         kind: how it is read.
         start, stop: bytes (jsonl: lines that begin in the range) or row groups.
         size: bytes on disk, for progress.
-        named: as of :class:`Found`.
+        named: as of :class:`.inputs.Found`.
         lines: of a compressed .jsonl, already decompressed; ``start`` is then the number of the first one.
     """
 
@@ -144,62 +79,6 @@ class NotText(Exception):
     def __init__(self, kind: Skipped) -> None:
         super().__init__(kind)
         self.kind: Skipped = kind
-
-
-def find_files(
-    inputs: Sequence[str | Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> tuple[list[Found], int]:
-    """The files named by ``inputs``, directories recursed in sorted order; hidden files are left out.
-
-    Args:
-        inputs: files or directories.
-        include: glob patterns; if there are any, a file must match one of them.
-        exclude: glob patterns of files to leave out. A pattern with a ``/`` is compared with the path below
-            the directory given, one without with the file's name and those of the directories it is in; ``*``
-            matches any characters.
-
-    Returns:
-        The files, and how many the patterns left out.
-
-    Raises:
-        HexadError: an input does not exist or is a device or pipe, or nothing is found.
-    """
-    files: list[Found] = []
-    left_out = 0
-    for given in map(Path, inputs):
-        if os.path.isdir(given):
-            paths = [(path, path.relative_to(given)) for path in _walk(given)]
-        elif os.path.isfile(given):
-            paths = [(given, given)]
-        elif os.path.exists(given):
-            raise HexadError(f"{given}: found a device, pipe or socket, expected a file or directory")
-        else:
-            raise HexadError(f"{given}: no such file or directory")
-        for path, inside in paths:
-            if (include and not _matches(inside, include)) or _matches(inside, exclude):
-                left_out += 1
-            else:
-                files.append(Found(path, not os.path.isdir(given)))
-    if not files:
-        what = f"--include and --exclude leave out all there is, {counted(left_out, 'file')}"
-        raise HexadError(f"{', '.join(map(str, inputs))}: {what if left_out else 'no files found'}")
-    return files, left_out
-
-
-def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
-    return any(
-        fnmatchcase(path.as_posix(), pattern)
-        if "/" in pattern
-        else any(fnmatchcase(part, pattern) for part in path.parts)
-        for pattern in patterns
-    )
-
-
-def _walk(directory: Path) -> Iterator[Path]:
-    for parent, directories, names in os.walk(directory):
-        directories[:] = sorted(name for name in directories if not name.startswith("."))
-        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())  # no pipes, which may never end
 
 
 def cut(files: Iterable[Found]) -> list[Piece]:

@@ -1,17 +1,21 @@
 """Training a tokenizer on the same inputs as ``hexad data build`` reads."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hexad.config.errors import HexadError
 
+from ..build.inputs import find_files, listed
 from ..build.records import Reading
-from ..build.sources import NotText, check_used, cut, find_files, read, streamed
+from ..build.sources import NotText, check_used, cut, read, streamed
 from ..files import reporting
 from .chat import ChatTemplate
 from .tokenizer import END_NAMES, HuggingFaceTokenizer
+
+log = logging.getLogger("hexad")
 
 _SMALLEST = 257
 """Ids: every byte, and the end-of-document token."""
@@ -48,7 +52,10 @@ def training_texts(
     Raises:
         HexadError: an input cannot be read or decoded, naming file and line; or there is no text.
     """
-    pieces = cut(find_files(inputs, include, exclude).files)
+    found = find_files(inputs, include, exclude)
+    if found.unread:
+        log.warning("not read: %s", listed(found.unread))
+    pieces = cut(found.files)
     check_used({"--json-key": json_key}, pieces)
     total, done, empty = sum(piece.size for piece in pieces), 0, True
     reading = Reading(json_key, _Listing("", ""))

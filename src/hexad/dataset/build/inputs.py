@@ -1,0 +1,156 @@
+"""The files that a user's inputs name: directories, links, patterns, and what is left out."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from hexad.config.errors import HexadError, counted, one_line
+
+
+class Found(NamedTuple):
+    """A file to read.
+
+    Attributes:
+        path: the file.
+        named: whether the user gave its path, and not that of a directory in which it is: it is then an error
+            if it is not text.
+    """
+
+    path: Path
+    named: bool
+
+
+class Inputs(NamedTuple):
+    """What :func:`find_files` has found.
+
+    Attributes:
+        files: to read.
+        left_out: how many the patterns leave out.
+        hidden: how many files and directories of directories are hidden, and left out.
+        unread: path -> why it is left out, of all others.
+    """
+
+    files: list[Found]
+    left_out: int
+    hidden: int
+    unread: dict[str, str]
+
+
+def find_files(
+    inputs: Sequence[str | Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Inputs:
+    """The files named by ``inputs``, directories recursed in sorted order, links followed; hidden files are
+    left out.
+
+    Args:
+        inputs: files or directories.
+        include: glob patterns; if there are any, a file must match one of them.
+        exclude: glob patterns of files to leave out. A pattern with a ``/`` is compared with the path below
+            the directory given, one without with the file's name and those of the directories it is in; ``*``
+            matches any characters.
+
+    Raises:
+        HexadError: an input does not exist, cannot be listed, or is a device or pipe, or nothing is found.
+    """
+    found = Inputs([], 0, 0, {})
+    for given in map(Path, inputs):
+        if os.path.isdir(given):
+            entries = [(entry, entry.path.relative_to(given)) for entry in _walk(given)]
+            if not entries:
+                found.unread[str(given)] = "an empty directory"
+        elif os.path.isfile(given):
+            entries = [(_Entry(given), given)]
+        elif os.path.exists(given):
+            raise HexadError(f"{given}: found a device, pipe or socket, expected a file or directory")
+        else:
+            raise HexadError(f"{given}: no such file or directory")
+        for entry, inside in entries:
+            if entry.hidden:
+                found = found._replace(hidden=found.hidden + 1)
+            elif (include and not _matches(inside, include)) or _matches(inside, exclude):
+                found = found._replace(left_out=found.left_out + 1)
+            elif entry.error is not None:
+                raise HexadError(
+                    f"{entry.path}: cannot be read: {one_line(entry.error)} (--exclude leaves it out)"
+                )
+            elif entry.problem is not None:
+                found.unread[str(entry.path)] = entry.problem
+            else:
+                found.files.append(Found(entry.path, not os.path.isdir(given)))
+    if not found.files:
+        what = f"--include and --exclude leave out all there is, {counted(found.left_out, 'file')}"
+        raise HexadError(f"{', '.join(map(str, inputs))}: {what if found.left_out else 'no files found'}")
+    return found
+
+
+def listed(unread: Mapping[str, str], most: int = 8) -> str:
+    """The first of some paths, each with why it is not read, and how many more there are."""
+    names = [f"{path} ({problem})" for path, problem in unread.items()]
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(path.as_posix(), pattern)
+        if "/" in pattern
+        else any(fnmatchcase(part, pattern) for part in path.parts)
+        for pattern in patterns
+    )
+
+
+class _Entry(NamedTuple):
+    """What is in a directory, at any depth, and is no directory to descend into.
+
+    Attributes:
+        path: of it.
+        problem: why it is not read; None for a file.
+        error: with which it cannot be read.
+        hidden: whether it is a hidden file or directory.
+    """
+
+    path: Path
+    problem: str | None = None
+    error: OSError | None = None
+    hidden: bool = False
+
+
+def _walk(top: Path) -> Iterator[_Entry]:
+    """The entries of a directory and of those in it, links followed, as ``find -L`` does: the files of a
+    directory before its directories, both sorted. A link to a directory that it is in ends there."""
+    waiting: list[tuple[Path, tuple[tuple[int, int], ...]]] = [(top, ())]
+    while waiting:
+        directory, above = waiting.pop()
+        try:
+            status, names = directory.stat(), sorted(os.listdir(directory))
+        except OSError as error:
+            yield _Entry(directory, error=error)
+            continue
+        here = (*above, (status.st_dev, status.st_ino))
+        inner = []
+        for path in (directory / name for name in names):
+            if (entry := _entry(path, here)) is None:
+                inner.append((path, here))
+            else:
+                yield entry
+        waiting += reversed(inner)
+
+
+def _entry(path: Path, above: Sequence[tuple[int, int]]) -> _Entry | None:
+    """An entry of a directory; None for a directory to descend into. ``above``: those that it is in."""
+    if path.name.startswith("."):
+        return _Entry(path, hidden=True)
+    try:
+        status = path.stat()
+    except OSError as error:
+        if error.errno == errno.ENOENT and path.is_symlink():
+            return _Entry(path, "a dangling link")
+        return _Entry(path, "a link to itself") if error.errno == errno.ELOOP else _Entry(path, error=error)
+    if stat.S_ISDIR(status.st_mode):
+        above_itself = (status.st_dev, status.st_ino) in above
+        return _Entry(path, "a link to a directory that it is in") if above_itself else None
+    return _Entry(path) if stat.S_ISREG(status.st_mode) else _Entry(path, "a device, pipe or socket")

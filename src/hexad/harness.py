@@ -19,11 +19,12 @@ from sys import float_info
 from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import LM
+from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from hexad.config import ConfigError
+from hexad.config import ConfigError, HexadError
 from hexad.dataset.text.chat import load_chat_template
+from hexad.dataset.text.tokenizer import bos_ids
 from hexad.generation.generator import Generator
 from hexad.generation.prompts import Prompt
 from hexad.generation.requests import Request, Sampling
@@ -36,12 +37,15 @@ _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 _WITHOUT_EFFECT = {"num_beams": 1}
 """Options that may be given with the value that changes nothing."""
 _LARGEST = float_info.max
+_CONTINUED = "<hexad:continued> "
+"""Marks the end of a message that is to be continued; a template that trims messages removes its space."""
 
 Number = TypeVar("Number", int, float)
 
 
-class HexadLM(LM):
-    """A saved model as the harness calls it. Used as a context manager, or closed by :meth:`close`.
+class HexadLM(TemplateLM):
+    """A saved model as the harness calls it, whose own code divides contexts from continuations. Used as a
+    context manager, or closed by :meth:`close`.
 
     Args:
         source: a run, a checkpoint, or ``hf:DIR``.
@@ -56,37 +60,70 @@ class HexadLM(LM):
         self._generator = Generator(source, overrides)
         self._tokenizer, self._config = self._generator.tokenizer, self._generator.saved.config
         self._length = self._generator.saved.positions
-        begin = self._tokenizer.bos or ((self._tokenizer.eod,) if self._tokenizer.eod is not None else ())
-        self._begin = list(begin)[-1:]
+        self._bos = bos_ids(self._tokenizer, self._config.data.bos)
+        self._prefix = self._tokenizer.eod if self._tokenizer.begin is None else self._tokenizer.begin
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Log probability of each continuation after its context, and whether it is what the model would
-        write. Contexts longer than the model was made for lose their beginning."""
-        sequences = []
-        for context, continuation in (request.args for request in requests):
-            stripped = context.rstrip()
-            context, continuation = stripped, context[len(stripped) :] + continuation
-            ids = self._tokenizer.encode(context + continuation)
-            before = self._tokenizer.encode(context) if context else []
-            first = len(before) if before else len(self._begin)
-            sequences.append(self._fitting(ids if before else [*self._begin, *ids], first))
-        return self._scored(sequences)
+    @property
+    def eot_token_id(self) -> int | None:
+        """The id that ends a document, if the tokenizer has one."""
+        return self._tokenizer.eod
 
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Log probability of each whole text, in windows of the model's length."""
-        if not self._begin:
+    @property
+    def prefix_token_id(self) -> int:
+        """The id before texts without a context: of a beginning, else of the end of a document.
+
+        Raises:
+            ConfigError: the tokenizer has neither.
+        """
+        if self._prefix is None:
             raise ConfigError("data.tokenizer", "has no token to begin a text with, which this task needs")
+        return self._prefix
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        """The ids of a text, with those that the tokenizer puts before it, unless the text begins with them;
+        ``add_special_tokens``: with them, or without."""
+        if add_special_tokens is None:
+            add_special_tokens = not self._begins(string, self._prefix)
+        return [*(self._bos if add_special_tokens else ()), *self._tokenizer.encode(string)]
+
+    def _begins(self, text: str, token: int | None) -> bool:
+        """Whether a text begins with a special token."""
+        special = next((name for name, number in self._tokenizer.specials.items() if number == token), None)
+        return special is not None and text.startswith(special)
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **options: Any
+    ) -> list[tuple[float, bool]]:
+        """Log probability of each continuation's ids after its context's, and whether they are what the model
+        would write. Contexts longer than the model was made for lose their beginning.
+
+        Raises:
+            HexadError: a continuation has no ids of its own.
+        """
+        for pair, _context, continuation in requests:
+            if not continuation:
+                problem = "its tokens are also the context's, so that it has no likelihood of its own"
+                raise HexadError(f"lm_eval: context and continuation {pair!r:.200}: {problem}")
+        sequences = [self._fitting([*before, *after], len(before)) for _, before, after in requests]
+        scored = []
+        for text, (_, first) in zip(self._generator.score([ids for ids, _ in sequences], top=1), sequences):
+            counted = (text.prompt_logprobs or ())[first - 1 :]
+            greedy = all(one.top[0][0] == one.token for one in counted)
+            scored.append((math.fsum(one.value for one in counted), greedy))
+        return scored
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log probability of each whole text, in windows of the model's length."""
         likelihoods = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
-                self._tokenizer.encode(text), self._begin[0], max_seq_len=self._length, context_len=1
+                self.tok_encode(text), self.prefix_token_id, max_seq_len=self._length, context_len=1
             )
-            pairs = map(make_disjoint_window, windows)
-            sequences = [([*before, *after], len(before)) for before, after in pairs]
-            likelihoods.append(sum(likelihood for likelihood, _ in self._scored(sequences)))
+            parts = [(None, *make_disjoint_window(window)) for window in windows]
+            likelihoods.append(sum(likelihood for likelihood, _ in self._loglikelihood_tokens(parts)))
         return likelihoods
 
-    def generate_until(self, requests: list[Instance]) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to one of the texts in ``until``."""
         generator = self._generator
 
@@ -103,7 +140,8 @@ class HexadLM(LM):
 
     def _prompt(self, context: str, new: int) -> list[int]:
         """The last ids of a context that leave room for so many new ones."""
-        ids = [*self._tokenizer.bos, *self._tokenizer.encode(context)] or self._begin
+        begins = self._begins(context, self._tokenizer.begin)
+        ids = self.tok_encode(context, add_special_tokens=not begins) or [self.prefix_token_id]
         return ids[-max(1, self._length - new) :]
 
     def _fitting(self, ids: list[int], first: int) -> tuple[list[int], int]:
@@ -111,26 +149,31 @@ class HexadLM(LM):
         lost = max(0, min(len(ids) - self._length - 1, first - 1))
         return ids[lost:], first - lost
 
-    def _scored(self, sequences: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Of each sequence the log-probability of its tokens from a number on, and whether each of these is
-        the most likely one."""
-        if any(first < 1 for _, first in sequences):
-            raise ConfigError("data.tokenizer", "has no token to begin a text with, which this task needs")
-        scored = []
-        for text, (_, first) in zip(self._generator.score([ids for ids, _ in sequences], top=1), sequences):
-            counted = (text.prompt_logprobs or ())[first - 1 :]
-            greedy = all(one.top[0][0] == one.token for one in counted)
-            scored.append((math.fsum(one.value for one in counted), greedy))
-        return scored
-
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation."""
+        """The text of a conversation; without ``add_generation_prompt`` its last message is to be continued.
+        A template that refuses a conversation is tried without its system message."""
         template = load_chat_template(self._config.data.tokenizer)
         if template is None:
             raise ConfigError("data.tokenizer", f"{self._config.data.tokenizer} has no chat template")
-        return template.render(chat_history, prompt=add_generation_prompt)
+        messages = list(chat_history)
+        if not add_generation_prompt and messages:
+            last = messages.pop()
+            messages.append({**last, "content": f"{last['content']}{_CONTINUED}"})
+        try:
+            text = template.render(messages, prompt=add_generation_prompt)
+        except HexadError:
+            others = [message for message in messages if message["role"] != "system"]
+            if len(others) == len(messages):
+                raise
+            text = template.render(others, prompt=add_generation_prompt)
+        if add_generation_prompt or not messages:
+            return text
+        begin, mark, rest = text.rpartition(_CONTINUED.strip())
+        if not mark:
+            raise HexadError(f"{template.name}: does not render the last message, which is to be continued")
+        return begin if rest.startswith(" ") else begin.rstrip()
 
     @property
     def tokenizer_name(self) -> str:

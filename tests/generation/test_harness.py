@@ -1,68 +1,33 @@
-"""The adapter for EleutherAI's harness, against transformers, and against the harness's own for transformers.
+"""The adapter for EleutherAI's harness, against transformers and the harness's own adapter for it."""
 
-Where the harness is not installed, the adapter is tested with the few names that it imports from it."""
-
-import importlib
+import random
 import re
-import sys
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from hexad.config import ConfigError
-from hexad.dataset.text.tokenizer import ByteTokenizer
+from hexad.config import ConfigError, HexadError
+from hexad.dataset.text.tokenizer import ByteTokenizer, load_tokenizer
 
 from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, small_run
 from ..dataset.chats import CHATML
+from ..dataset.tokenizers import made
 from ..pool import Pool
 from ..training.command import free_port, rank_variables
 
-INSTALLED = find_spec("lm_eval") is not None
-
-
-def stand_in() -> dict[str, ModuleType]:
-    """The modules that the adapter imports from; windows for texts that one window holds."""
-
-    def windows(
-        ids: list[int], prefix: int, max_seq_len: int, context_len: int
-    ) -> Iterator[tuple[list[int], list[int]]]:
-        assert context_len == 1 and len(ids) <= max_seq_len
-        yield [prefix, *ids[:-1]], ids
-
-    base = type("LM", (), {"__init__": lambda self: None})
-    contents: dict[str, dict[str, Any]] = {
-        "lm_eval": {},
-        "lm_eval.api": {},
-        "lm_eval.api.instance": {"Instance": object},
-        "lm_eval.api.model": {"LM": base},
-        "lm_eval.utils": {
-            "get_rolling_token_windows": windows,
-            "make_disjoint_window": lambda pair: (pair[0][: len(pair[0]) - len(pair[1]) + 1], pair[1]),
-        },
-    }
-    modules = {name: ModuleType(name) for name in contents}
-    for name, module in modules.items():
-        vars(module).update(contents[name])
-    return modules
+pytest.importorskip("lm_eval")
 
 
 @pytest.fixture(scope="module")
-def adapter() -> Iterator[Any]:
+def adapter() -> Any:
     """``hexad.harness``."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not INSTALLED:
-            for name, module in stand_in().items():
-                patch.setitem(sys.modules, name, module)
-        yield importlib.import_module("hexad.harness")
-    if not INSTALLED:
-        del sys.modules["hexad.harness"]
+    import hexad.harness
+
+    return hexad.harness
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +40,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Any]:
-    if not INSTALLED:
-        return [SimpleNamespace(args=argument) for argument in arguments]
     from lm_eval.api.instance import Instance
 
     return [Instance(kind, {}, argument, 0) for argument in arguments]
@@ -86,7 +49,6 @@ PAIRS = [("line 7:", " 49"), ("line", " 8"), ("a b ", "c"), ("x" * 40, "yz")]
 UNTIL = {"until": ["9"], "max_gen_toks": 7}
 
 
-@pytest.mark.skipif(not INSTALLED, reason="lm_eval is not installed")
 def test_it_gives_what_the_harness_computes_with_transformers(adapter: Any, trained: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
@@ -139,15 +101,14 @@ def test_likelihoods_are_those_of_transformers(adapter: Any, trained: Path) -> N
 
 def found_by(rank: int, world: int, source: Path, port: int) -> tuple[list[Any], list[str]]:
     """What one rank of a world finds, two of which divide the contexts."""
-    with pytest.MonkeyPatch.context() as patch, rank_variables(rank, world, port):
-        for name, module in ({} if INSTALLED else stand_in()).items():
-            patch.setitem(sys.modules, name, module)
-        adapter = importlib.import_module("hexad.harness")
-        with adapter.HexadLM(source, ["parallel.context=2"]) as model:
-            scored = model.loglikelihood(requests("loglikelihood", *PAIRS))
-            return scored, model.generate_until(requests("generate_until", ("line", UNTIL), ("1", UNTIL)))
+    from hexad.harness import HexadLM
+
+    with rank_variables(rank, world, port), HexadLM(source, ["parallel.context=2"]) as model:
+        scored = model.loglikelihood(requests("loglikelihood", *PAIRS))
+        return scored, model.generate_until(requests("generate_until", ("line", UNTIL), ("1", UNTIL)))
 
 
+@pytest.mark.slow  # each rank imports the harness
 def test_context_ranks_find_the_same(adapter: Any, trained: Path, pool: Pool) -> None:
     with adapter.HexadLM(trained) as model:
         scored = model.loglikelihood(requests("loglikelihood", *PAIRS))
@@ -235,4 +196,123 @@ def test_conversations_are_rendered(adapter: Any, trained: Path) -> None:
     with adapter.HexadLM(f"hf:{trained.with_name('hf')}", ["precision.dtype=fp64"]) as model:
         text = model.apply_chat_template(messages)
         assert text.endswith("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n")
-        assert text.startswith(model.apply_chat_template(messages, add_generation_prompt=False))
+        continued = model.apply_chat_template(messages, add_generation_prompt=False)
+        assert continued.endswith("<|im_start|>user\nwhy?") and text.startswith(continued)
+
+
+WORDS = [
+    "hello",
+    " hello",
+    "world",
+    " world",
+    "the",
+    " lazy",
+    "\n",
+    " ",
+    "  ",
+    "é",
+    "日本",
+    "<|im_end|>",
+    "a",
+    ".",
+]
+KINDS = [
+    "byte-level",
+    "byte-level-prefix",
+    "llama",
+    "mistral",
+    "gemma",
+    "byte-level bos",
+    "mistral bos",
+    "llama bos",
+]
+
+
+def tokenizer_directory(kind: str, directory: Path) -> str:
+    """A tokenizer; with ``bos``, one that puts a token before each text."""
+    from tokenizers import Tokenizer, processors
+
+    name, _, begins = kind.partition(" ")
+    where = made(name, directory)
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    begin, end = (
+        ("<s>", "</s>") if backend.token_to_id("<s>") is not None else ("<|im_start|>", "<|endoftext|>")
+    )
+    if begins:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", pair=f"{begin} $A $B", special_tokens=[(begin, backend.token_to_id(begin))]
+        )
+        backend.save(str(directory / "tokenizer.json"))
+    named = f'"bos_token": "{begin}", ' if begins or name != "gemma" else ""
+    settings = f'{{{named}"eos_token": "{end}", "tokenizer_class": "PreTrainedTokenizerFast"}}'
+    (directory / "tokenizer_config.json").write_text(settings)
+    return where
+
+
+def both(adapter: Any, directory: str) -> tuple[Any, Any]:
+    """The harness's adapter for transformers and ours, which return what they would score."""
+    from lm_eval.models.huggingface import HFLM
+
+    kept = {"_loglikelihood_tokens": lambda self, requests, **_: [one[1:] for one in requests]}
+    reference = type("Reference", (HFLM,), kept).__new__(type("Reference", (HFLM,), kept))
+    reference.tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    reference.tokenizer.pad_token = reference.tokenizer.eos_token
+    reference.add_bos_token = reference.custom_prefix_token_id = reference.enable_thinking = None
+    ours_kind = type("Ours", (adapter.HexadLM,), kept)
+    ours = ours_kind.__new__(ours_kind)
+    ours._tokenizer = load_tokenizer(directory)
+    ours._bos = list(ours._tokenizer.bos)
+    ours._prefix = ours._tokenizer.eod if ours._tokenizer.begin is None else ours._tokenizer.begin
+    return reference, ours
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_are_encoded_as_by_the_harness(adapter: Any, kind: str, tmp_path: Path) -> None:
+    reference, ours = both(adapter, tokenizer_directory(kind, tmp_path))
+    chance = random.Random(7)
+    begin = reference.tokenizer.decode([reference.prefix_token_id])
+    pairs = [("", "hello"), ("hel", "lo"), ("hello", " world"), ("hello ", "world"), (f"{begin}the", " a")]
+    pairs += [("", f"{begin}hello"), ("\n", "a"), ("hello\n\n", "\n a")]
+    pairs += [
+        tuple("".join(chance.choice(WORDS) for _ in range(chance.randrange(least, 6))) for least in (0, 1))
+        for _ in range(50)
+    ]
+    asked = requests("loglikelihood", *pairs)
+    assert ours.prefix_token_id == reference.prefix_token_id
+    scored = ours.loglikelihood(asked, disable_tqdm=True)
+    assert scored == [tuple(one) for one in reference.loglikelihood(asked, disable_tqdm=True)]
+    for text in {text for pair in pairs for text in pair if text}:
+        assert ours.tok_encode(text) == reference.tok_encode(text)  # of which windows are made
+        batch, _ = reference.tok_batch_encode([text])
+        ours._length = 1000
+        assert ours._prompt(text, 1) == batch[0].tolist()
+
+
+def test_a_continuation_without_tokens_is_refused(adapter: Any, trained: Path) -> None:
+    with (
+        adapter.HexadLM(trained) as model,
+        pytest.raises(HexadError, match=r"lm_eval: context and continuation \('hel', 'lo'\): its tokens are"),
+    ):
+        model._loglikelihood_tokens([(("hel", "lo"), [104, 101, 108, 108], [])])
+
+
+TRIMMED = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, STRICT])
+def test_conversations_are_those_of_the_harness(adapter: Any, template: str, tmp_path: Path) -> None:
+    directory = tokenizer_directory("byte-level", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    reference, ours = both(adapter, directory)
+    reference.chat_template_args = {}
+    from types import SimpleNamespace
+
+    ours._config = SimpleNamespace(data=SimpleNamespace(tokenizer=directory))
+    system, user = {"role": "system", "content": "x"}, {"role": "user", "content": "why?"}
+    answer = {"role": "assistant", "content": "because "}
+    for messages, prompt in (([user], True), ([system, user], True), ([user, answer], False)):
+        assert ours.apply_chat_template(messages, prompt) == reference.apply_chat_template(messages, prompt)

@@ -63,6 +63,7 @@ class Tokenizer(ABC):
         vocab_size: ids are below this.
         eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
         bos: ids that it puts before each text, most often of one beginning-of-text token, or none.
+        begin: id of the beginning-of-text token, whether it puts it there or not, or None.
         specials: the ids of special tokens by their text.
     """
 
@@ -71,6 +72,7 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int | None
     bos: tuple[int, ...] = ()
+    begin: int | None = None
     specials: dict[str, int]
 
     @abstractmethod
@@ -147,12 +149,14 @@ class HuggingFaceTokenizer(Tokenizer):
         self._add_declared(file)
         # The largest id, not the count: vocabularies may have gaps.
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        named = _declared_end(file.parent)
+        named = _declared(file.parent, "eos_token")
         ids = (self.backend.token_to_id(end) for end in ([named] if named else END_NAMES))
         self.eod: int | None = next((i for i in ids if i is not None), None)
         encoding = self.backend.encode("a", add_special_tokens=True)
         mask = encoding.special_tokens_mask
         self.bos = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
+        begin = _declared(file.parent, "bos_token")
+        self.begin = self.backend.token_to_id(begin) if begin else None
         added = self.backend.get_added_tokens_decoder()
         self.specials = {token.content: number for number, token in sorted(added.items()) if token.special}
         # Without special tokens it changes nothing but offsets, from which it takes spaces.
@@ -208,10 +212,11 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = int(self.backend.get_piece_size())
         pieces = {str(self.backend.id_to_piece(number)): number for number in range(self.vocab_size)}
         _check_declared(file, pieces.get)
-        named = _declared_end(file.parent)
+        named = _declared(file.parent, "eos_token")
         end = int(self.backend.eos_id()) if named is None else pieces[named]
         self.eod = end if end >= 0 else None
         begin = int(self.backend.bos_id())
+        self.begin = begin if begin >= 0 else None
         puts_begin = tokenizer_settings(file.parent).get("add_bos_token")
         self.bos = (begin,) if begin >= 0 and puts_begin else ()
         controls = (number for number in range(self.vocab_size) if self.backend.is_control(number))
@@ -278,9 +283,10 @@ class TiktokenTokenizer(Tokenizer):
         )
         self.name = name
         self._first_special = first
+        self.begin = specials[_declared(file.parent, "bos_token") or "<|begin_of_text|>"]
         self.vocab_size = first + _LLAMA3_SPECIALS
         _check_declared(file, specials.get)
-        self.eod = specials[_declared_end(file.parent) or "<|end_of_text|>"]
+        self.eod = specials[_declared(file.parent, "eos_token") or "<|end_of_text|>"]
         self.specials = specials
 
     def encode(self, text: str) -> list[int]:
@@ -369,9 +375,9 @@ def vocabulary_file(spec: str) -> Path | None:
     )
 
 
-def _declared_end(directory: Path) -> str | None:
-    """The end-of-document token that the files beside a tokenizer name."""
-    text = token_text(tokenizer_settings(directory).get("eos_token"))
+def _declared(directory: Path, name: str) -> str | None:
+    """The token that the files beside a tokenizer name, such as ``eos_token``."""
+    text = token_text(tokenizer_settings(directory).get(name))
     return text if isinstance(text, str) else None
 
 

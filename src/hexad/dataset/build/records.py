@@ -72,6 +72,8 @@ class Reading:
         return document
 
     def _of_object(self, content: dict[str, Any], place: Place) -> Document:
+        if place.kind == "row" and (self.key not in content if self.key is not None else not content):
+            return Document("")  # a missing value of a table
         if self.key is not None:
             if self.key not in content:
                 raise HexadError(f"{place}: no key '{self.key}' (--json-key); {_keys(content)}")
@@ -188,8 +190,6 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
     value = content[key]
     if isinstance(value, str):
         return value
-    if value is None and place.kind == "row":  # a missing value of a table
-        return ""
     raise HexadError(f"{place}: '{key}' is {kind_of(value)}, expected text")
 
 

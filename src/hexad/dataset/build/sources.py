@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -145,7 +145,7 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
     """The records of a piece, in order. Of a .parquet these ``columns`` are read where it has them, beside
-    ``tools``; None: all.
+    ``tools`` and ``system``; None: all.
 
     Raises:
         HexadError: the text is not UTF-8, or a line is not a JSON object; naming file and line.
@@ -287,10 +287,46 @@ def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Recor
             f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns found: "
             f"{', '.join(names)}; choose one with --json-key"
         )
-    if columns is not None and "tools" in names:
-        chosen.append("tools")
+    if columns is not None:
+        chosen += [name for name in _BESIDE if name in names and name not in chosen]
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
     for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=chosen):
+        present = _present((field.name, field.type) for field in batch.schema)
         for values in batch.to_pylist():
             row += 1
-            yield Record(values, Place(piece.path, "row", row))
+            yield Record(present(values), Place(piece.path, "row", row))
+
+
+_BESIDE = ("tools", "system")
+"""Columns that belong to a conversation in another one."""
+
+
+def _present(fields: Iterable[tuple[str, Any]]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """A function that returns a row, or an object in one, without the keys that it has only because other
+    rows have them: a table has one schema for all, and null where a record lacks a key. ``fields``: (name,
+    Arrow's type)."""
+    reads = [(name, _value(kind)) for name, kind in fields]
+    return lambda values: {name: read(values[name]) for name, read in reads if values[name] is not None}
+
+
+def _value(kind: Any) -> Callable[[Any], Any]:
+    """A function that returns a value of an Arrow type as JSON has it."""
+    from pyarrow import BaseExtensionType, types
+
+    if isinstance(kind, BaseExtensionType):
+        return _value(kind.storage_type)
+    if types.is_struct(kind):
+        return _present((field.name, field.type) for field in kind)
+    if types.is_map(kind):  # lists its own keys, so that their nulls are values
+        item = _optional(kind.item_type)
+        return lambda pairs: {key: item(value) for key, value in pairs}
+    lists = types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view
+    if any(is_one(kind) for is_one in (*lists, types.is_large_list_view)):
+        element = _optional(kind.value_type)
+        return lambda values: [element(value) for value in values]
+    return _value(kind.value_type) if types.is_dictionary(kind) else lambda value: value
+
+
+def _optional(kind: Any) -> Callable[[Any], Any]:
+    read = _value(kind)
+    return lambda value: None if value is None else read(value)

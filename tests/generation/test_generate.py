@@ -15,6 +15,7 @@ from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.generator import Generator
 from hexad.generation.requests import Request
 
+from ..checkpoint.test_hugging_face import convert
 from ..pool import Pool
 from ..training.command import Process, RunFile, call, free_port
 from .conftest import chatty_run
@@ -222,10 +223,34 @@ def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
     plain = "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
     stopped = written("--prompt", plain, "--stop", "<|im_end|>", "--json")
     assert (stopped["text"], stopped["ended"]) == ("fox", "document")
-    assert len(written("--prompt", plain, "--json")["tokens"]) > len(stopped["tokens"])
-    ends = {"eos_token_id": [stopped["tokens"][-1]]}
+    assert written("--prompt", plain, "--json")["tokens"] == stopped["tokens"]  # its data are conversations
+    ends = {"eos_token_id": [stopped["tokens"][0]]}
     (run_file.newest / "tokenizer" / "generation_config.json").write_text(json.dumps(ends))
-    assert written("--prompt", plain, "--json")["tokens"] == stopped["tokens"]
+    assert written("--prompt", plain, "--json")["tokens"] == stopped["tokens"][:1]
+
+
+def test_an_exported_chat_model_stops_where_ours_does(tmp_path: Path) -> None:
+    """transformers ends at the same tokens: those of ``generation_config.json``."""
+    import transformers
+
+    run_file = chatty_run(tmp_path)
+    convert("export", run_file.directory, tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    text = "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = tokenizer(text, return_tensors="pt")
+    theirs = model.generate(**prompt, do_sample=False, max_new_tokens=24)[
+        0, prompt.input_ids.shape[1] :
+    ].tolist()
+    assert tokenizer.decode(theirs) == "fox<|im_end|>"
+    for source in (str(run_file.directory), f"hf:{tmp_path / 'hf'}"):
+        result = call(
+            "generate", source, "--prompt", text, "--tokens", "24", "--json", "precision.dtype=fp64"
+        )
+        assert result.status == 0, result.err
+        assert json.loads(result.out)["tokens"] == theirs
 
 
 def test_lines_of_prompts_end_at_line_feeds_only(trained: RunFile, tmp_path: Path) -> None:

@@ -140,6 +140,38 @@ def model_files(source: str, tokenizer: str) -> Path | None:
     return Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
 
 
+def ending_ids(source: str, spec: str) -> list[int]:
+    """The ids that end what a model writes: those of its ``generation_config.json``, the end of a document,
+    and of a model that is not a published one, the token with which its chat template ends an answer. Its
+    export states them.
+
+    Args:
+        source: ``hf:DIR`` or a checkpoint.
+        spec: of its tokenizer.
+
+    Raises:
+        HexadError: the tokenizer or its template cannot be used.
+    """
+    folder, tokenizer = model_files(source, spec), load_tokenizer(spec)
+    ends = generation_ends(folder) if folder is not None else []
+    if tokenizer.eod is not None:
+        ends.append(tokenizer.eod)
+    if hugging_face_directory(source) is None and (template := load_chat_template(spec)) is not None:
+        token = template.answer_end(tokenizer.specials)
+        ends += [] if token is None else [tokenizer.specials[token]]
+    return list(dict.fromkeys(ends))
+
+
+def generation_ends(folder: Path) -> list[int]:
+    """The ids of ``eos_token_id`` in a directory's ``generation_config.json``; none where it has none."""
+    try:
+        tree = json.loads((folder / GENERATION_FILE).read_text(encoding="utf-8"))
+        ends = tree.get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
 def _replace(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a folder that takes the place of one by a rename."""
     partial, old = folder.with_name(f".{FOLDER}.partial"), folder.with_name(f".{FOLDER}.old")

@@ -1,12 +1,10 @@
 """Prompts and conversations to ids. No torch."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from hexad.checkpoint.kept_tokenizer import model_files
+from hexad.checkpoint.kept_tokenizer import ending_ids
 from hexad.config import ConfigError, HexadError
 from hexad.dataset.build.records import check_messages
 from hexad.dataset.text.chat import ChatTemplate, load_chat_template
@@ -97,16 +95,16 @@ class PromptEncoder:
         return tuple(ids)
 
     def ends(self, prompt: Prompt) -> frozenset[int]:
-        """The ids that end an answer: the tokenizer's end of a document, those of the model's
-        ``generation_config.json``, and for a conversation the token with which its template ends an
-        answer."""
-        common = self._common
-        return common | self._answer_end(prompt["messages"]) if "messages" in prompt else common
+        """The ids that end an answer: those of the model (:func:`ending_ids`), and for a conversation the
+        token with which the template ends its answer."""
+        if "messages" not in prompt or self.template is None:
+            return self._ends
+        token = self.template.answer_end(self.specials, prompt["messages"])
+        return self._ends if token is None else self._ends | {self.specials[token]}
 
     @cached_property
-    def _common(self) -> frozenset[int]:
-        ends = _generation_ends(model_files(self._saved.source, self._saved.config.data.tokenizer))
-        return frozenset(ends if self._tokenizer.eod is None else [*ends, self._tokenizer.eod])
+    def _ends(self) -> frozenset[int]:
+        return frozenset(ending_ids(self._saved.source, self._saved.config.data.tokenizer))
 
     def _encoded(self, text: str, name: str) -> list[int]:
         try:
@@ -116,27 +114,3 @@ class PromptEncoder:
         ):  # half of a surrogate pair, or bytes on the command line that are not UTF-8
             raise HexadError(f"--prompt: {name} is not Unicode text: {ascii(text)[:60]}") from None
         return self._tokenizer.encode(text)
-
-    def _answer_end(self, messages: Sequence[Mapping[str, Any]]) -> set[int]:
-        """The id of the special token that ends an answer, if the template has one."""
-        if self.template is None:
-            return set()
-        try:
-            text, spans = self.template.conversation([*messages, {"role": "assistant", "content": "-"}])
-        except HexadError:  # a template for which answers cannot be told apart
-            return set()
-        answer = text[slice(*spans[-1])] if spans else ""
-        specials = self._tokenizer.specials
-        ends = sorted(filter(answer.endswith, specials), key=len)
-        return {specials[token] for token in ends[-1:]}
-
-
-def _generation_ends(folder: Path | None) -> list[int]:
-    if folder is None:
-        return []
-    try:
-        tree = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-        ends = tree.get("eos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return []
-    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]

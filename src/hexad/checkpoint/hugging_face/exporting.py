@@ -1,6 +1,7 @@
 """Export of a checkpoint as a Hugging Face model (safetensors shards, configuration, tokenizer), and of
 adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -13,7 +14,6 @@ from torch import Tensor
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.dataset.files import write_durably
-from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import build_config
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
@@ -22,7 +22,14 @@ from hexad.model.pretrained import HUGGING_FACE
 from hexad.model.transformer import DTYPES
 
 from ..base import Base
-from ..kept_tokenizer import copied_files, model_files, tokenizer_of_checkpoint, write_files
+from ..kept_tokenizer import (
+    copied_files,
+    ending_ids,
+    generation_ends,
+    model_files,
+    tokenizer_of_checkpoint,
+    write_files,
+)
 from ..merged import Weights, opened_weights
 from ..reader import Checkpoint
 from ..tensor_file import Entry, TensorFileWriter, dtype_name
@@ -93,15 +100,15 @@ def export_checkpoint(
         config = saved_config(opened)
         with opened_weights(opened, config, base) as weights:
             beside = model_files(str(path), config.data.tokenizer)
-            return export_model(weights, config, to, dtype, shard_bytes, _end_of_document(config), beside)
+            return export_model(weights, config, to, dtype, shard_bytes, _ending_ids(path, config), beside)
 
 
-def _end_of_document(config: Config) -> int | None:
-    """The id of the tokenizer's end-of-document token, if the tokenizer still exists."""
+def _ending_ids(path: Path, config: Config) -> list[int]:
+    """The ids that end what the model writes, if its tokenizer still exists."""
     try:
-        return load_tokenizer(config.data.tokenizer).eod
+        return ending_ids(str(path), config.data.tokenizer)
     except HexadError:
-        return None  # the export reports that there is none
+        return []  # the export reports that there is none
 
 
 def export_model(
@@ -110,7 +117,7 @@ def export_model(
     to: Path,
     dtype: str,
     shard_bytes: int,
-    eod: int | None,
+    ends: Sequence[int],
     beside: Path | None = None,
 ) -> Exported:
     """Write a Hugging Face directory with the weights of a checkpoint, slice by slice.
@@ -121,7 +128,7 @@ def export_model(
         to: the directory; it is renamed into place when all is on disk.
         dtype: a key of :data:`DTYPES`, or ``auto``: as in training; of an imported model, unchanged.
         shard_bytes: largest size of a weights' file, unless a single tensor is larger.
-        eod: id of the tokenizer's end-of-document token, if it is known.
+        ends: the ids that end what the model writes, if they are known.
         beside: directory with what the model's ``config.json`` and ``generation_config.json`` have besides.
 
     Raises:
@@ -155,7 +162,7 @@ def export_model(
             total = sum(target.nbytes for target in targets)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             write_json(partial / INDEX_FILE, index)
-        notes += _write_beside(partial, config, word, eod, beside)
+        notes += _write_beside(partial, config, word, ends, beside)
     parameters = sum(torch.Size(target.shape).numel() for target in targets)
     return Exported(kind.name, word, list(shards), parameters, notes)
 
@@ -222,22 +229,31 @@ def _converted(values: Tensor, target: _Target) -> Tensor:
 
 
 def _write_beside(
-    directory: Path, config: Config, dtype: str, eod: int | None, folder: Path | None
+    directory: Path, config: Config, dtype: str, ends: Sequence[int], folder: Path | None
 ) -> list[str]:
     """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
     given = Path(config.data.tokenizer)
     files = copied_files(config.data.tokenizer)
     files.pop(CONFIG_FILE, None)  # the model's own is written
     write_files(files, directory)
-    special: dict[str, Any] = special_tokens(folder, eod)
+    special = special_tokens(folder, _one_or_all(ends))
     ours = config_json(config.model, dtype, special)
     write_json(directory / CONFIG_FILE, {**other_settings(folder, str(ours["model_type"])), **ours})
+    written = directory / GENERATION_FILE
     if folder is not None and (folder / GENERATION_FILE).is_file():
-        write_durably(directory / GENERATION_FILE, (folder / GENERATION_FILE).read_bytes())
-    if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
+        write_durably(written, (folder / GENERATION_FILE).read_bytes())
+    if not written.exists() and special["eos_token_id"] is not None:
         known = {key: value for key, value in special.items() if value is not None}
-        write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})
+        write_json(written, {"_from_model_config": True, **known})
+    if written.exists() and not set(ends) <= set(generation_ends(directory)):
+        settings = json.loads(written.read_text(encoding="utf-8"))
+        write_json(written, {**settings, "eos_token_id": _one_or_all(ends)})
     return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {given}"]
+
+
+def _one_or_all(ends: Sequence[int]) -> int | list[int] | None:
+    """Ids as ``eos_token_id`` has them."""
+    return list(ends) if len(ends) > 1 else next(iter(ends), None)
 
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"

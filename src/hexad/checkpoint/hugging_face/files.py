@@ -97,9 +97,9 @@ def _as_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
+def special_tokens(directory: Path | None, ends: int | list[int] | None) -> dict[str, Any]:
     """``bos_token_id`` and the like of the ``config.json`` or ``generation_config.json`` beside a
-    tokenizer; if neither exists, the end-of-document token ends a text.
+    tokenizer; if neither exists, ``ends`` end a text.
 
     Raises:
         HexadError: one of them is not JSON.
@@ -112,7 +112,7 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
             return {key: content.get(key) for key in SPECIAL}
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
-    return dict.fromkeys(SPECIAL) | {"eos_token_id": eod}
+    return dict.fromkeys(SPECIAL) | {"eos_token_id": ends}
 
 
 def other_settings(directory: Path | None, model_type: str) -> dict[str, Any]:

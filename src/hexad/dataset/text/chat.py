@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -22,6 +22,7 @@ _DEFAULT, _TOOLS = "default", "tool_use"
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+_QUESTION: tuple[Message, ...] = ({"role": "user", "content": "-"},)
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,15 @@ class ChatTemplate:
                 )
             spans.append((len(before), len(before) + self._length(until[len(before) :])))
         return text, tuple(spans)
+
+    def answer_end(self, specials: Iterable[str], messages: Sequence[Message] = _QUESTION) -> str | None:
+        """The special token with which an answer to some messages ends, if one does."""
+        try:
+            text, spans = self.conversation([*messages, {"role": "assistant", "content": "-"}])
+        except HexadError:  # a template for which answers cannot be told apart
+            return None
+        answer = text[slice(*spans[-1])] if spans else ""
+        return max(filter(answer.endswith, specials), key=len, default=None)
 
     def _source(self, tools: list[Any] | None) -> str:
         """The template of conversations with these tools."""

@@ -76,6 +76,20 @@ def open_built(
     return data if part is None else data.part(*part)
 
 
+def check_targets(data: Sequence[IndexedDataset]) -> None:
+    """Refuse data sets without a trained token in any of them.
+
+    Raises:
+        HexadError: naming them.
+    """
+    if not any(one.mask is None or one.mask.any(len(one.tokens)) for one in data):
+        names = ", ".join(one.prefix for one in data)
+        raise HexadError(
+            f"{names}: no token is trained, according to {mask_path(data[0].prefix).name}; build the data "
+            "again, or choose other documents (data.split)"
+        )
+
+
 Identity = Sequence[str]
 """Of a data set: its :func:`~.sidecar.identity`, and its tokens' checksum (empty if it is not recorded)."""
 

@@ -69,6 +69,11 @@ class TokenMask:
         shifts = (positions & 7).astype(np.uint8)
         return ((self._bits[positions >> 3] >> shifts) & 1).astype(np.bool_)
 
+    def any(self, tokens: int) -> bool:
+        """Whether any of the first ``tokens`` tokens is trained; reads up to the first one that is."""
+        starts = range(0, tokens, _CHUNK)
+        return any(self.at(np.arange(start, min(start + _CHUNK, tokens))).any() for start in starts)
+
     def after(self, position: int) -> TokenMask:
         """The same mask of the tokens from a position on, which are then counted from 0."""
         mask = copy(self)

@@ -291,9 +291,12 @@ class Engine(State):
         the pipeline's actions are timed, see :meth:`recorded`. ``divisor`` is what the sum of all ranks'
         losses is divided by, the same on all ranks; by default the number of targets in the global batch.
 
+        A global batch without a target makes a step that changes nothing but the numbers of steps and
+        samples: weights, optimizer state, loss scale and the record of losses stay as they are.
+
         Raises:
-            HexadError: no microbatch, no target token, different numbers of microbatches, others on the ranks
-                of one data rank, or token ids outside the vocabulary.
+            HexadError: no microbatch, different numbers of microbatches, others on the ranks of one data
+                rank, or token ids outside the vocabulary.
         """
         return self.start_step(microbatches, record, divisor)()
 
@@ -306,6 +309,10 @@ class Engine(State):
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
         work = language.prepare(microbatches, self.step, divisor)
+        if not work.targets:  # on all ranks
+            if self.after_passes is not None:
+                self.after_passes()
+            return partial(self._finish_without_target, work)
         self.begin(len(work.tasks))
         total = self.accumulate(work.tasks, 1.0 / work.divisor, record)
         if self.after_passes is not None:
@@ -331,6 +338,15 @@ class Engine(State):
         return StepResult(
             self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
         )
+
+    def _finish_without_target(self, work: Work) -> StepResult:
+        """Count a step that has nothing to learn from."""
+        own, sequences = self.optimizer.rule.rate, work.sequences * self.mesh.data.size
+        lr = self._rates(sequences).lr if own is None else own
+        self.step += 1
+        self.samples += sequences
+        scale, limit = self.scaler.scale, self.guard.limit
+        return StepResult(self.step, math.nan, 0.0, lr, 0, work.pairs, True, scale, None, limit)
 
     def announce(self, microbatches: Sequence[Microbatch]) -> None:
         """Agree on what the next step's microbatches have, while this step runs; all ranks together.

@@ -14,7 +14,7 @@ import torch
 
 from hexad.checkpoint.base import load_model_weights
 from hexad.comm import agreed, all_reduce
-from hexad.config import Config
+from hexad.config import Config, HexadError, counted
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.dataset.text.token_text import TokenText
@@ -47,13 +47,13 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """The mean loss per token, in nats."""
-        return self.loss_sum / max(self.tokens, 1)
+        """The mean loss per token, in nats; NaN without a token."""
+        return self.loss_sum / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
         """``exp(loss)``; infinite where that is beyond a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -190,6 +190,7 @@ def evaluate_weights(
 
     Raises:
         AgreedError: the weights or the data cannot be used.
+        HexadError: a data set has no target, on all ranks.
     """
     sets = agreed(lambda: ValidationSets(resolved.config, mesh, tokenizer), mesh.world)
     try:
@@ -197,6 +198,11 @@ def evaluate_weights(
         load_model_weights(source, engine.config, engine.weights(adapters=True), mesh.world)
         engine.publish()
         agreed(sets.prepare, mesh.world)
-        return sets.scores(engine, batches, progress)
+        scores = sets.scores(engine, batches, progress)
     finally:
         sets.close()
+    for name, score in scores.items():
+        if not score.tokens:
+            some = "" if batches is None else f" in its first {counted(batches, 'batch')} (--batches)"
+            raise HexadError(f"--data: {name}: no token{some} has a target: there is nothing to evaluate")
+    return scores

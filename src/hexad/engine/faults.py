@@ -19,14 +19,15 @@ class StepResult:
 
     Attributes:
         step: its number, counted from 1.
-        loss: mean cross-entropy per target token over the global batch before the update, in nats.
+        loss: mean cross-entropy per target token over the global batch before the update, in nats; NaN
+            without a target.
         grad_norm: global gradient norm before clipping.
         lr: learning rate applied; of an optimizer with groups that of the first.
         targets: target tokens in the global batch.
         pairs: pairs of tokens of one document in the global batch, see :meth:`Microbatch.pairs`.
-        skipped: the gradient was not finite, or the loss a spike, and nothing was updated.
+        skipped: nothing was updated: the gradient was not finite, the loss a spike, or there was no target.
         loss_scale: what the loss was multiplied by in the backward pass.
-        fault: why it was skipped; None where only the loss scale was too large.
+        fault: why it was skipped; None where only the loss scale was too large, or there was no target.
         limit: the largest loss that would have been no spike; None without a limit.
         auxiliary: the layers' own losses by name, means over the microbatches of the global batch.
     """

@@ -55,7 +55,8 @@ class Work:
     Attributes:
         tasks: of its data rank, in order.
         sequences: of these.
-        targets: positions of the global batch that have a target.
+        targets: positions of the global batch that have a target, or what the caller divides by; 0: there is
+            nothing to learn from.
         pairs: pairs of tokens of one document in the global batch.
         divisor: see :meth:`LanguageModel.divisor`.
         auxiliary: sums of the layers' own losses; None where there are none.
@@ -233,7 +234,7 @@ class LanguageModel:
         place of the number of targets.
 
         Raises:
-            HexadError: no position of the global batch has a target; else as :meth:`_counted`.
+            HexadError: as :meth:`_counted`, or another ``divisor``.
         """
         _, parts, counting = self._begun(microbatches)
         placed = [part.to(self.mesh.device) for part in parts]
@@ -241,8 +242,6 @@ class LanguageModel:
         targets, pairs, *_ = self._counted(counting, equal=True)
         if divisor is not None and (not isinstance(divisor, int) or divisor < 1):
             raise HexadError(f"divisor: found {divisor!r}, expected a number of 1 or more")
-        if targets == 0 and divisor is None:
-            raise HexadError("no position of the global batch has a target: all labels are -100")
         targets = targets if divisor is None else divisor
         auxiliary = self._auxiliary(targets, len(placed))
         tasks = [Task(part, self._key(step, index, part), auxiliary) for index, part in enumerate(placed)]

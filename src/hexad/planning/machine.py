@@ -10,7 +10,7 @@ from hexad.checkpoint.directory import CheckpointDirectory, check_same_model
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.schema import prefixes
-from hexad.dataset.built import open_built
+from hexad.dataset.built import check_targets, open_built
 from hexad.dataset.load.whole_samples import source_of
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
 
@@ -85,11 +85,12 @@ def check_data(config: Config) -> int:
     vocab = tokenizer.vocab_size if model.vocab == "auto" else max(model.vocab, tokenizer.vocab_size)
     bos = bos_ids(tokenizer, settings.bos)
     for field, data in wanted.items():
-        for prefix in prefixes(data):
-            with blaming(field):
-                part = settings.part(field == "data.train")
-                opened = open_built(prefix, vocab, tokenizer.eod, bos, part)
-                source_of(opened, settings.packing, settings.sequence, settings.too_long, seed=0)
+        with blaming(field):
+            part = settings.part(field == "data.train")
+            opened = [open_built(prefix, vocab, tokenizer.eod, bos, part) for prefix in prefixes(data)]
+            check_targets(opened)
+            for dataset in opened:
+                source_of(dataset, settings.packing, settings.sequence, settings.too_long, seed=0)
     training_templates(config)
     return tokenizer.vocab_size
 

@@ -13,7 +13,7 @@ from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, apply_overrides, blaming
 from hexad.config.hub import local
 from hexad.config.schema import prefixes
-from hexad.dataset.indexed import IndexedDataset
+from hexad.dataset.built import check_targets, open_built
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.configuration import build_config
 from hexad.model.families import family
@@ -228,9 +228,8 @@ def evaluated_model(
     if not config.data.validation_sets:
         raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
     for names in config.data.validation_sets.values():
-        for prefix in prefixes(names):
-            with blaming("--data"):
-                IndexedDataset(prefix)
+        with blaming("--data"):
+            check_targets([open_built(prefix, None, None, None) for prefix in prefixes(names)])
     return model, tokenizer
 
 

@@ -96,6 +96,7 @@ class Trainer:
         directory = Path(config.run.dir)
         self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
+        self._untrained = self._without_target = 0  # samples since the last step with a target; steps
         self._stopping = StopRequest(mesh)
 
     def _opened(self) -> tuple[DataLoader, ValidationSets | None]:
@@ -210,6 +211,8 @@ class Trainer:
             text = "validate.patience: ended after step %d, %d evaluations without a lower loss%s"
             log.info(text, engine.step, self.saves.evaluations.since, lowest)
         self._report_memory()
+        if self._without_target > 1:
+            log.info("%d steps without a target changed nothing", self._without_target)
         outcome = Outcome(engine.step, signal)
         self._notify("on_end", outcome)
         return outcome
@@ -317,19 +320,43 @@ class Trainer:
             slowest = self.pace.slowest()  # of the step before, which is known by now
             self.pace.end()
         sent = self.mesh.sent_bytes()
-        if record:
+        if record and result.targets:
             text = timeline_text(self.engine)
             self.run.agreed(lambda: self._write_timeline(text))
+        self._count_targets(result, self.engine.samples - consumed)
         traffic = {name: sent[name] - before[name] for name in sent}
         metrics = self._metrics(result, seconds, self.engine.samples - consumed, traffic)
         return result, {**metrics, "slowest": slowest}
+
+    def _count_targets(self, result: StepResult, samples: int) -> None:
+        """Report a step without a target, the first time.
+
+        Raises:
+            AgreedError: no step of an epoch has had one.
+        """
+        self._untrained = 0 if result.targets else self._untrained + samples
+        if result.targets:
+            return
+        self._without_target += 1
+        if self._without_target == 1:
+            text = (
+                "step %d: no token of its samples has a target (a loss mask, or isolated documents of one "
+                "token): nothing is updated; such steps have skipped: true and loss: null in metrics.jsonl"
+            )
+            log.warning(text, result.step)
+        if self._untrained >= self.loader.every_sample:
+            raise AgreedError(
+                f"data.train: none of {self._untrained} samples, a complete epoch and more, has a target; "
+                "see how many tokens are trained (hexad data inspect), and data.packing, data.documents and "
+                "data.sequence, which make samples of documents"
+            )
 
     def _metrics(self, result: StepResult, seconds: float, batch: int, sent: dict[str, int]) -> Metrics:
         sequence = self.config.data.sequence
         rate = batch * sequence / seconds
         # MFU: training FLOPs per token x tokens/s / (peak FLOP/s of all ranks); see planning/costs.py.
         mfu = None
-        if self.peak is not None:
+        if self.peak is not None and result.targets:
             none, complete = self.flops
             flops = none + (complete - none) * result.pairs / (batch * sequence**2)
             mfu = flops * rate / (self.peak * self.mesh.layout.world)
@@ -365,6 +392,9 @@ class Trainer:
         self._notify("on_evaluation", scores)
         if isinstance(self.config.data.validation, dict):
             metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
+        if not total(scores).tokens:
+            log.warning("step %d: no token that was evaluated has a target: no loss", self.engine.step)
+            return False
         best = self.saves.evaluations.add(metrics["validation_loss"], self.engine.step)
         return best and bool(self.config.checkpoint.keep_best)
 

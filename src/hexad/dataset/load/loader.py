@@ -22,7 +22,7 @@ from hexad.config.errors import ConfigError, blaming
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.tensor.loss import IGNORED
 
-from ..built import open_built
+from ..built import check_targets, open_built
 from ..text.tokenizer import Tokenizer, bos_ids
 from .microbatch import Microbatch
 from .order import Blend
@@ -115,6 +115,7 @@ class DataLoader:
         self._sources: list[Source] = []
         with blaming(setting):
             opened = [open_built(prefix, vocab, eod, bos, part) for _, prefix in blend]
+            check_targets(opened)
             for number, dataset in enumerate(opened):
                 order = OrderSettings(seed=seed, source=number, cache_dir=cache_dir, patience=patience)
                 source = source_of(dataset, packing, sequence, too_long, **order)
@@ -132,6 +133,12 @@ class DataLoader:
         """Samples of one epoch; of a blend, as many as it takes to read one of its sources once."""
         period, shares = self._blend.period, self._blend.shares
         return min(source.per_epoch * period // share for source, share in zip(self._sources, shares))
+
+    @property
+    def every_sample(self) -> int:
+        """Consecutive samples among which there is a complete epoch of each source, wherever they begin."""
+        pairs = zip(self._sources, self._blend.shares)
+        return self._blend.period * max(-(-2 * source.per_epoch // share) + 1 for source, share in pairs)
 
     def microbatches(self, samples_consumed: int) -> int:
         """Microbatches of a data rank in the step that begins there."""

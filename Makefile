@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu check format docs clean
+.PHONY: help setup demo test durations test-slow test-gpu check format docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,10 @@ demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
 test: setup  ## the default tests (about 11 minutes on two cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+durations: setup  ## record how long the default tests take: the longest files begin
+	$(MAKE) test TESTS=--record-durations
 
 test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/8
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu' $(SLICE:%=--slice %)

@@ -1,9 +1,11 @@
 """Fixtures shared by all tests, and slices of them."""
 
 import gc
+import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,28 +34,41 @@ if find_spec("hypothesis") is not None:  # machines that run tests/gpu only may 
     settings.load_profile("any machine")
 
 
-LONGEST = (
-    "parity/test_parity.py",
-    "training/test_resume.py",
-    "docs/test_pages.py",
-    "training/test_precision.py",
-    "training/test_faults.py",
-    "memory/test_memory.py",
-    "training/test_restarts.py",
-    "compat/deepspeed/test_import.py",
-    "compat/test_hybrid.py",
-)
-"""Files that take longest, first: a worker that began one at the end would be left alone with it."""
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds that the default tests of each file take, without those below one; ``make durations`` writes it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="K/N", help="run every N-th of the selected tests, from number K on")
+    parser.addoption(
+        "--record-durations", action="store_true", help=f"write {DURATIONS.name} (make durations)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Durations())
+
+
+class _Durations:
+    """Adds up what the tests of each file take, wherever they run."""
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.location[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        recorded = {name: round(seconds, 1) for name, seconds in self._seconds.most_common() if seconds >= 1}
+        DURATIONS.write_text(json.dumps(recorded, indent=0) + "\n")
 
 
 @pytest.hookimpl(trylast=True)  # after those that the markers leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    # Files that take longest first: a worker that began one at the end would be left alone with it.
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(item.location[0], 0))
     given = config.getoption("--slice")
     if given is None:
         return

@@ -1,32 +1,39 @@
 """A pool of worker processes that form worlds of any size, over gloo, started once per test session.
 
-Importing torch costs seconds of CPU per process: a server imports it once, and all workers are its forks.
-After each job the garbage collector sets aside what imports have left: to visit it would take 0.1 s per job.
+Workers are forks of a server that has imported torch (:mod:`tests.forks`). After each job the garbage
+collector sets aside what imports have left: to visit it would take 0.1 s per job.
 """
 
 import gc
-import multiprocessing
 import os
+import signal
+import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from .forks import call, status_of
+
 MAX_RANKS = 8
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn", "hexad.engine.engine", "hexad.training.loop"]
-PRELOADED += ["lightning.pytorch"]
-"""What the server imports, if it is installed; nothing in it starts threads."""
 TIMEOUT = 120.0
 
 
-def _worker(pipe: Connection) -> None:
-    gc.freeze()  # what the server has imported
+def work(descriptor: int) -> None:
+    """Do one job after the other, as they come over a pipe."""
     import torch.distributed as dist
 
-    while (job := pipe.recv()) is not None:
+    pipe = Connection(descriptor)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:  # the tests have ended
+            return
         rank, world, store, backend, timeout, function, arguments = job
         try:
             if store is not None and world > 1:
@@ -56,6 +63,28 @@ def _worker(pipe: Connection) -> None:
             gc.freeze()
 
 
+class _Worker:
+    """A worker process, as the pool sees it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._ending, self._process = call("tests.pool:work", theirs.fileno())
+        self.pipe = Connection(ours.detach())
+
+    @cached_property
+    def status(self) -> int:
+        """The exit status, once it has ended."""
+        return status_of(self._ending)
+
+    def kill(self) -> None:
+        """End it, and wait until it has ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process, signal.SIGKILL)
+        assert self.status is not None
+        self.pipe.close()
+
+
 class RankError(Exception):
     """A function raised on at least one rank."""
 
@@ -70,9 +99,7 @@ class Pool:
 
     def __init__(self, backend: str = "gloo", timeout: float = TIMEOUT) -> None:
         self._backend, self._timeout = backend, timeout
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="hexad-pool-")
         self._jobs = 0
 
@@ -104,17 +131,14 @@ class Pool:
         if world > MAX_RANKS:
             raise ValueError(f"{world} ranks: at most {MAX_RANKS}")
         while len(self._workers) < world:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
-            process.start()
-            self._workers.append((process, ours))
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:world])}
+            self._workers.append(_Worker())
+        waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers[:world])}
         ended: dict[int, int | None] = {}
         for pipe, (rank, _, store, function, arguments) in zip(list(waiting), jobs):
             try:
                 pipe.send((rank, world, store, self._backend, self._timeout, function, arguments))
             except BrokenPipeError:  # since its last answer
-                ended[waiting.pop(pipe)] = self._status(rank)
+                ended[waiting.pop(pipe)] = self._workers[rank].status
         answers: dict[int, tuple[bool, Any]] = {}
         end = time.monotonic() + (0 if ended else 2 * self._timeout)
         while waiting and (ready := wait([*waiting], end - time.monotonic())):
@@ -123,7 +147,7 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    ended[rank] = self._status(rank)
+                    ended[rank] = self._workers[rank].status
         failures = [f"--- rank {rank}: {value[2]}" for rank, (good, value) in answers.items() if not good]
         failures += [f"--- rank {rank}: its process ended with status {ended[rank]}" for rank in ended]
         if waiting and not ended:
@@ -135,14 +159,8 @@ class Pool:
             raise RankError("\n".join(failures))
         return [answers[rank][1] for rank in range(world)]
 
-    def _status(self, rank: int) -> int | None:
-        """The exit status of a worker that has ended."""
-        process = self._workers[rank][0]
-        process.join()
-        return process.exitcode
-
     def close(self) -> None:
         """End all workers."""
-        for process, _ in self._workers:
-            process.kill()
+        for worker in self._workers:
+            worker.kill()
         self._workers.clear()

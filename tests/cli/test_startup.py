@@ -64,7 +64,7 @@ def test_no_torch_and_errors_come_before_torch(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_in_one_line() -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "hexad.cli.main", "config", "presets"],
+            [Path(sys.executable).with_name("hexad"), "config", "presets"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from ..forks import Program
+
 
 def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
     """A directory that ``python -m module DIRECTORY ARGUMENTS`` has written to."""
     directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, "-m", module, directory.name, *arguments],
         env=os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{directory.name}/extensions"},
         stdout=subprocess.PIPE,

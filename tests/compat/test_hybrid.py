@@ -2,12 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from .. import forks
 from ..training.command import call
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def expected(directory: Path) -> list[float]:
     """The losses of ``hexad train`` with the settings of the flags, on one rank."""
     run = str(directory / "run")
     line = [*FLAGS, "--data-path", str(directory / "data"), "--save", run]
-    result = subprocess.run(
+    result = forks.run(
         [sys.executable, "-m", "hexad.cli.main", "megatron", "--", *line], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
@@ -51,7 +51,7 @@ def sketched(directory: Path, ranks: int, layout: str) -> list[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = ["-m", "hexad.compat.megatron", str(Path(__file__).parent / "sketch_script.py")]
     flags = [*layout.split(), *FLAGS, "--deepspeed", "--deepspeed_config", str(file)]
-    done = subprocess.run([*command, *script, *flags], capture_output=True, text=True, timeout=240)
+    done = forks.run([*command, *script, *flags], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", done.stdout)]
 
@@ -75,7 +75,7 @@ def test_the_sketch_of_textbooks_runs_unchanged(tmp_path: Path) -> None:
 def test_losses_are_those_of_a_run(directory: Path, expected: list[float], ranks: int, layout: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     script = [str(ROOT / "examples" / "hybrid_megatron_deepspeed.py"), *layout.split(), *FLAGS]
-    result = subprocess.run(
+    result = forks.run(
         [*command, *script, "--data-path", str(directory / "data")],
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from docs import generate
 import hexad
 from hexad.config import Config, setting_names
 
+from .. import forks
 from ..training.command import call, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -60,15 +60,17 @@ def test_marked_commands_run(page: str, tmp_path: Path) -> None:
     those of the README in an empty one."""
     if page not in FIRST:
         prepare(tmp_path)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path}
+    programs = tmp_path / ".programs"
+    programs.mkdir()
+    forks.stand_ins(programs)
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     for ranks, language, block in PAGES[page]:
         command = ["bash", "-euo", "pipefail", "-c", block]
         if language == "python":
             (tmp_path / "block.py").write_text(block, encoding="utf-8")
             start = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks else []
             command = [sys.executable, *start, "block.py"]
-        result = subprocess.run(
+        result = forks.run(
             command,
             cwd=tmp_path,
             env=environment,

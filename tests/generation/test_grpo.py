@@ -2,11 +2,12 @@
 layouts, and not so in the usual arithmetic."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from .. import forks
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
 LINE = re.compile(r"step +\d+  right +([\d.]+)%  largest \|ratio - 1\| in each update: (\S+), (\S+)")
@@ -18,7 +19,7 @@ def steps(ranks: int, *arguments: str) -> list[tuple[float, ...]]:
         ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     )
     command = [sys.executable, *launcher, str(SCRIPT), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = forks.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return [tuple(map(float, match)) for match in LINE.findall(result.stdout)]
 

@@ -23,10 +23,12 @@ KEY = "s3cret"
 class Server:
     """A running server."""
 
-    def __init__(self, run_file: RunFile, where: Path, *options: str, **environment: str) -> None:
+    def __init__(
+        self, run_file: RunFile, where: Path, *options: str, interpreter: bool = False, **environment: str
+    ) -> None:
         arguments = ["serve", str(run_file.directory), "--port", "0", "--name", "tiny", *options]
         self._where = where
-        self.process = Process.hexad(arguments, where, **environment)
+        self.process = Process.hexad(arguments, where, interpreter, **environment)
         self.address = self._announced()
 
     def _announced(self) -> str:
@@ -68,7 +70,7 @@ class Server:
 def server(chatty: RunFile, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One rank, with a key, and few sequences at once."""
     where = tmp_path_factory.mktemp("server")
-    server = Server(chatty, where, "inference.sequences=3", HEXAD_API_KEY=f"other {KEY}")
+    server = Server(chatty, where, "inference.sequences=3", interpreter=True, HEXAD_API_KEY=f"other {KEY}")
     yield server
     if server.process.popen.poll() is None:
         result = server.stop()

@@ -217,7 +217,7 @@ EXPERTS = Variant(
     "mixture, masks", {**_SMALL, "ffn_hidden": 12, "layers": 4, "vocab": 71}, masked=0.3, experts=True
 )
 EXPERTS_DROPPED = replace(EXPERTS, name="mixture, dropout", model={**EXPERTS.model, "dropout": 0.1}, micro=2)
-EXPERT_GRID = (
+_EXPERTS = (
     Case(EXPERTS, data=2),
     Case(EXPERTS_DROPPED, data=2, expert=2, zero=1),
     Case(EXPERTS, data=4, expert=2, zero=2, replicas=2, recompute="full"),
@@ -230,6 +230,15 @@ EXPERT_GRID = (
     Case(EXPERTS, data=2, expert=2, pipeline=2, schedule="zb_h1", zero=3),
     Case(EXPERTS, data=2, tensor=2, expert=2, pipeline=2, schedule="zb_v", virtual=2),
 )
+
+
+def up_to_three_microbatches(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases with a first, a middle and a last microbatch on each data rank, or as many as eight samples
+    make."""
+    return tuple(replace(case, samples=min(8, 3 * case.variant.micro * case.data)) for case in cases)
+
+
+EXPERT_GRID = up_to_three_microbatches(_EXPERTS)
 """A branch of the tests' own on the expert grid, with an auxiliary loss and grouped products."""
 
 
@@ -376,7 +385,7 @@ LAYOUTS = tuple(
     if 1 < data * tensor <= worker_pool.MAX_RANKS
 )
 EVERY_LAYOUT = tuple(Case(variant, *layout) for variant in VARIANTS for layout in LAYOUTS)
-GRID = tuple(case for case in EVERY_LAYOUT if _in_grid(case))
+GRID = up_to_three_microbatches(case for case in EVERY_LAYOUT if _in_grid(case))
 EVERY_PIPELINE = pipeline_cases()
 PIPELINE_SETTINGS = ("plan", "pipeline", "data", "tensor_axis")
 PIPELINE_GRID = pipeline_grid()
@@ -410,12 +419,13 @@ def fewer(variant: Variant, kv_heads: int) -> Variant:
 
 # Tensor degrees above the number of KV heads, which several ranks then hold.
 _LLAMA, _QWEN2, _QWEN3 = VARIANTS[0], VARIANTS[4], VARIANTS[5]
-COPIED_GRID = (
+_COPIED = (
     Case(fewer(_LLAMA, 2), tensor=4),
     Case(fewer(_QWEN3, 1), tensor=4, sequence=False, recompute="selective"),
     Case(deep(fewer(_QWEN2, 1), 3), data=2, tensor=2, pipeline=2, schedule="zb_h1", zero=2),
     Case(fewer(_DROPPED_LLAMA, 2), data=2, tensor=4, zero=3, recompute="full"),
 )
+COPIED_GRID = up_to_three_microbatches(_COPIED)
 
 
 def adapted(variant: Variant, what: str, train: Sequence[str] | str = "all", **lora: Any) -> Variant:
@@ -445,7 +455,7 @@ _ADAPTED = (
     ),
     Case(adapted(VARIANTS[1], "last layer trained", ["layers.1"]), data=2, pipeline=2, zero=3),
 )
-ADAPTED_GRID, EVERY_ADAPTED = _ADAPTED[:4], _ADAPTED[4:]
+ADAPTED_GRID, EVERY_ADAPTED = up_to_three_microbatches(_ADAPTED[:4]), _ADAPTED[4:]
 EVERY_COPIED = (
     *(
         Case(fewer(variant, kv_heads), 1, tensor, sequence)

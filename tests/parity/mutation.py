@@ -1,7 +1,7 @@
 """What a mutation is."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,21 @@ Patches = list[Any]
 
 @dataclass(frozen=True)
 class Mutation:
-    """A way to break the code, and a case that must fail under it."""
+    """A way to break the code, and what must fail under it.
+
+    Attributes:
+        layout: of few ranks.
+        steps: one, where it is enough.
+    """
 
     patches: Callable[[Mesh], Patches]
-    case: Case
+    layout: Case
+    steps: int = 1
+
+    @property
+    def case(self) -> Case:
+        """The case that must fail."""
+        return replace(self.layout, steps=self.steps)
 
 
 def same(tensor: torch.Tensor, axis: Any, *rest: Any) -> torch.Tensor:

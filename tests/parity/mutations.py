@@ -347,7 +347,9 @@ MUTATIONS = {
     "count a tied weight twice in the norm": Mutation(_count_copies, _in(pipeline=2, variant=1)),
     "clip by this stage's norm": Mutation(_stage_norm, _in(pipeline=2)),
     "number layers from each stage's first": Mutation(_local_layer_names, _in(pipeline=2)),
-    "keep adapters' part of the input's gradient back": Mutation(_drop_adapter_gradient, EVERY_ADAPTED[0]),
+    "keep adapters' part of the input's gradient back": Mutation(
+        _drop_adapter_gradient, EVERY_ADAPTED[0], steps=2
+    ),
     "average auxiliary losses over this rank's microbatches": Mutation(_local_auxiliary, EXPERT_GRID[0]),
     "leave the gradients of auxiliary losses unscaled": Mutation(_unscaled_auxiliary, EXPERT_GRID[7]),
     "report the auxiliary losses of this tensor rank": Mutation(_tensor_rank_auxiliary, EXPERT_GRID[4]),

@@ -82,7 +82,7 @@ def _in(zero: int, variant: Any = VARIANTS[0], **layout: Any) -> Case:
 
 
 STATE_MUTATIONS = {
-    "never gather updated parameters": Mutation(_never_gather, _in(1)),
+    "never gather updated parameters": Mutation(_never_gather, _in(1), steps=2),
     "gather a layer's stale weights": Mutation(_never_gather, _in(3)),
     "keep this rank's gradient of its shard": Mutation(_keep_own_gradient, _in(1)),
     "keep the last microbatch's gradient only": Mutation(_last_microbatch_only, _in(2)),

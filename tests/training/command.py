@@ -23,6 +23,7 @@ import yaml
 from hexad.checkpoint.manifest import read_manifest
 from hexad.cli.main import run
 
+from ..forks import Program
 from ..pool import Pool
 
 # Saves at 4, 8, ...; the learning rate does not depend on where a test stops.
@@ -175,14 +176,23 @@ def free_port() -> int:
 
 
 class Process:
-    """The command as a process of its own, leader of its process group."""
+    """The command as a process of its own, leader of its process group.
+
+    Args:
+        interpreter: start Python anew, for the command and its ranks, where a fork would do.
+    """
 
     def __init__(
-        self, command: Sequence[str], where: Path, environment: dict[str, str] | None = None
+        self,
+        command: Sequence[str],
+        where: Path,
+        environment: dict[str, str] | None = None,
+        interpreter: bool = False,
     ) -> None:
         self._out, self._err = where / "stdout", where / "stderr"
+        start = subprocess.Popen if interpreter else Program
         with self._out.open("w") as out, self._err.open("w") as err:
-            self.popen = subprocess.Popen(
+            self.popen = start(
                 command,
                 stdout=out,
                 stderr=err,
@@ -191,8 +201,11 @@ class Process:
             )
 
     @classmethod
-    def hexad(cls, arguments: Iterable[str], where: Path, **environment: str) -> Process:
-        return cls([sys.executable, "-m", "hexad.cli.main", *arguments], where, environment)
+    def hexad(
+        cls, arguments: Iterable[str], where: Path, interpreter: bool = False, **environment: str
+    ) -> Process:
+        command = [sys.executable, "-m", "hexad.cli.main", *arguments]
+        return cls(command, where, environment, interpreter)
 
     def wait_for_step(self, run_file: RunFile, step: int, timeout: float = LONGEST) -> None:
         """Until metrics.jsonl has a line of ``step``."""
@@ -207,9 +220,7 @@ class Process:
         processes = {}
         for process in children(self.popen.pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-                # One that is between fork and exec has no rank yet.
-                processes |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
+                processes |= {rank: process for rank in [rank_of(process)] if rank is not None}
         return processes
 
     def wait(self, timeout: float = LONGEST) -> Result:
@@ -232,6 +243,15 @@ def children(process: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [int(word) for word in text.split()]
+
+
+def rank_of(process: int) -> int | None:
+    """Its rank; None of one that is being started."""
+    name = Path(f"/proc/{process}/comm").read_text()
+    if name.startswith("rank "):  # a fork
+        return int(name.removeprefix("rank "))
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((int(v[5:]) for v in variables if v.startswith(b"RANK=")), None)
 
 
 def alive(processes: Iterable[int]) -> list[int]:

@@ -60,10 +60,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """Starts processes and ends what a failed test leaves."""
     started: list[Process] = []
 
-    def begin(arguments: list[str], **environment: str) -> Process:
+    def begin(arguments: list[str], interpreter: bool = False, **environment: str) -> Process:
         where = tmp_path / f"process{len(started)}"
         where.mkdir()
-        started.append(Process.hexad(arguments, where, **environment))
+        started.append(Process.hexad(arguments, where, interpreter, **environment))
         return started[-1]
 
     yield begin

@@ -48,7 +48,7 @@ LAYOUTS = pytest.mark.parametrize(
     [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)],
     ids=["two ranks", "four ranks"],
 )
-"""Each rank that is started imports PyTorch: two by default."""
+"""Two by default."""
 
 
 @LAYOUTS
@@ -58,7 +58,8 @@ def test_a_killed_run_leaves_no_rank_behind_and_resumes_exactly(
 ) -> None:
     run, reference = make_run(run={"steps": 10**6}), make_run()  # it is not over before it is killed
     kill = kill_a_rank if killed == "a rank" else kill_the_command
-    kill(run, start(run.arguments(*layout)), world // 2, world)
+    process = start(run.arguments(*layout), interpreter=killed == "a rank")
+    kill(run, process, world // 2, world)
     done = len(run.losses)
     assert done >= 10
     more = (*layout, f"run.steps={done + 4}")

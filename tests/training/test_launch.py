@@ -109,7 +109,8 @@ def test_ranks_compile_alike(pool: Pool) -> None:
 def test_torchrun(make_run: MakeRun, pool: Pool, tmp_path: Path) -> None:
     run, reference = make_run(), make_run()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = Process([*torchrun, "-m", "hexad.cli.main", *run.arguments("parallel.tensor=2")], tmp_path)
+    command = [*torchrun, "-m", "hexad.cli.main", *run.arguments("parallel.tensor=2")]
+    process = Process(command, tmp_path, interpreter=True)
     result = process.wait()
     assert result.status == 0, result.err
     assert reference.world(pool, 2, "parallel.tensor=2") == [(0, "")] * 2

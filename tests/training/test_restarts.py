@@ -115,7 +115,7 @@ def test_ranks_end_with_a_command_that_is_killed_while_they_start(
     make_run: MakeRun, start: Start, moment: float
 ) -> None:
     run = make_run(run={"steps": 10**6})
-    process = start(run.arguments("parallel.tensor=2"))
+    process = start(run.arguments("parallel.tensor=2"), interpreter=True)  # imports take longer than a moment
     while len(ranks := process.ranks()) < 2:
         assert process.popen.poll() is None
     time.sleep(moment)

@@ -13,6 +13,7 @@ import pytest
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.manifest import read_manifest, verify_files
 
+from .. import forks
 from ..pool import Pool
 from .command import FOUR, RunFile, write_run
 from .conftest import MakeRun
@@ -31,7 +32,7 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         checkpoint = {"asynchronous": request.param, "keep": 1}
         write_run(directory / point, data, checkpoint=checkpoint)
     command = [sys.executable, "-m", "tests.training.crash", str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    result = forks.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     return directory
 

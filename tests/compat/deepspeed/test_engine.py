@@ -3,7 +3,6 @@
 import argparse
 import gc
 import json
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -18,6 +17,7 @@ from hexad.compat import deepspeed
 from hexad.compat.deepspeed.zero import ZeroParamStatus
 from hexad.config import HexadError
 
+from ... import forks
 from ...pool import Pool, RankError
 from .program import Mlp, batch_of
 
@@ -454,7 +454,7 @@ for x, y in loader:
 rates = scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]
 print(json.dumps([len(losses), engine.global_steps, *rates]))
 """
-    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240)
+    result = forks.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == [3, 3, [0.1], 0.1]
 

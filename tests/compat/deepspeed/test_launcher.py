@@ -9,6 +9,8 @@ import pytest
 
 from hexad.compat.deepspeed.__main__ import launch_line, parsed
 
+from ... import forks
+
 SCRIPT = """
 import argparse
 import deepspeed
@@ -26,7 +28,7 @@ torch.distributed.destroy_process_group()
 def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hexad.compat.deepspeed", *arguments]
     environment = os.environ | variables
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return forks.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:

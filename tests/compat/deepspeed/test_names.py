@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -19,6 +18,8 @@ from hexad.compat.deepspeed.pipe import balanced, uniform
 from hexad.compat.facade import world
 from hexad.compat.facade.installed import refused_name
 from hexad.config import HexadError
+
+from ... import forks
 
 SCRIPT = """
 from importlib import import_module
@@ -69,7 +70,7 @@ print(len(UNSUPPORTED), "refused")
 
 
 def test_names_are_found_after_install() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(len(UNSUPPORTED)), "refused"]
 

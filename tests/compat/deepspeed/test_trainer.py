@@ -1,7 +1,6 @@
 """``transformers.Trainer(args=TrainingArguments(deepspeed=...))``, unchanged, over Hexad."""
 
 import json
-import subprocess
 import sys
 from importlib.metadata import DistributionFinder
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from hexad.compat.facade.installed import Finder
 
+from ... import forks
 from .published import PUBLISHED
 
 pytest.importorskip("deepspeed")
@@ -25,7 +25,7 @@ def log_of(which: str, stage: int, directory: Path) -> list[list[dict[str, float
     config.write_text(json.dumps(tree))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ["-m", "tests.compat.deepspeed.trainer_script", which, str(config), str(directory / "out")]
-    result = subprocess.run([sys.executable, *command, *script], capture_output=True, text=True, timeout=300)
+    result = forks.run([sys.executable, *command, *script], capture_output=True, text=True, timeout=300)
     output = directory / "out" / "log.json"
     assert output.exists(), result.stderr[-3000:]
     log: list[list[dict[str, float]]] = json.loads(output.read_text())

@@ -17,6 +17,7 @@ from hexad.compat.megatron.installed import UNSUPPORTED, WHERE
 from hexad.compat.megatron.training import Timers
 from hexad.config import HexadError
 
+from ... import forks
 from ...pool import Pool
 from ...training.command import call
 
@@ -41,7 +42,7 @@ def metrics(run: Path) -> list[float]:
 def pretrained(ranks: int, *flags: str, first: list[str] = FLAGS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "hexad.compat.megatron", str(SCRIPT), *first, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return forks.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_a_script_trains_as_a_run_does(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ for name in UNSUPPORTED:
 
 
 def test_names_are_found_after_install() -> None:
-    done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with pytest.raises(HexadError, match=r"megatron.a.B: not supported: why"):
         refused_name("megatron.a.B", "why")()

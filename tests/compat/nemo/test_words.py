@@ -1,6 +1,5 @@
 """NeMo's names: scripts' imports, samplers, and what is refused."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 
 from hexad.config import HexadError
 
+from ... import forks
 from ...pool import Pool
 
 pytest.importorskip("lightning")
@@ -70,7 +70,7 @@ except Exception as error:
 def test_scripts_imports(tmp_path: Path) -> None:
     """What NeMo's examples and BioNeMo's modules import, in a process of its own."""
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    result = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    result = forks.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     refusal = "nemo.collections.llm.SquadDataModule: not supported: write training.jsonl and use"
     assert result.stdout.startswith(refusal)

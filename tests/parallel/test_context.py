@@ -223,8 +223,9 @@ def test_blocks_merge_to_the_softmax_of_all_keys(seed: int, size: float, blocks:
         for some in (slice(0, cut), slice(cut, rows)):
             merged.add((0, rows), Output(some, out[some], lse[some]))
     wanted, lse = _direct(q, k, v, seen, 0.7)
-    torch.testing.assert_close(merged.out, wanted, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(merged.lse, lse, rtol=1e-13, atol=1e-13)
+    rounding = 1e-14 * size  # of logits, whose products are added up in another order
+    torch.testing.assert_close(merged.out, wanted, rtol=1e-11, atol=max(1e-12, rounding))
+    torch.testing.assert_close(merged.lse, lse, rtol=1e-13, atol=max(1e-13, rounding))
     assert merged.out[0].eq(0).all() and merged.lse[0].eq(-torch.inf).all()
 
 

@@ -134,6 +134,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 def _save_png(figure: Figure, path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # a user may have turned them off
         figure.savefig(path, dpi=150)
     missing = [text for text in (str(warning.message) for warning in caught) if "missing from font" in text]
     if missing:

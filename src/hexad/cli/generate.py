@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, json_text
 from hexad.generation.requests import MOST_LOGPROBS
 
 from .options import exact_option, exactly, json_option, nproc_option, overrides_argument, run_ranks
@@ -214,14 +214,14 @@ def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
         if request["as_json"]:
             documents.append(document)
         elif lines:
-            click.echo(json.dumps(document, ensure_ascii=False))
+            click.echo(json_text(document, ensure_ascii=False))
         else:
             if several and (text.number or text.sample):
                 click.echo("---")
             click.echo(entry["prompt"] + text.text)
     if request["as_json"]:
         alone = {} if several else documents[0]  # its keys are outside too
-        click.echo(json.dumps({**alone, "results": documents}))
+        click.echo(json_text({**alone, "results": documents}))
 
 
 def _in_order(

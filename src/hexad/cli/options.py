@@ -74,7 +74,9 @@ def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None,
 
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout."""
-    click.echo(json.dumps(document))
+    from hexad.config import json_text
+
+    click.echo(json_text(document))
 
 
 def answer(as_json: bool, document: Any, *lines: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import HexadError, one_line
+from hexad.config import HexadError, json_text, one_line
 
 from .options import exact_option, exactly, nproc_option, overrides_argument, run_ranks
 
@@ -190,7 +190,7 @@ def _write(path: Path, wave: list[Row], scores: list[list[float]], new: bool) ->
                 line = {**row, "logprobs": values[prompt - 1 :] if prompt else values}
                 if prompt and "prompt_logprobs" in row:
                     line["prompt_logprobs"] = values[: prompt - 1]
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(json_text(line, ensure_ascii=False) + "\n")
     except OSError as error:
         raise HexadError(f"--output: {path}: cannot be written: {one_line(error)}") from None
 

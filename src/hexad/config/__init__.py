@@ -11,4 +11,5 @@ from .errors import (
     one_line,
 )
 from .load import Wording, apply_overrides, dump_config, key_names, parse_config, read_tree, setting_names
+from .numbers import NOT_FINITE, json_text
 from .schema import Config

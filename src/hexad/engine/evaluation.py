@@ -14,7 +14,7 @@ import torch
 
 from hexad.checkpoint.base import load_model_weights
 from hexad.comm import agreed, all_reduce
-from hexad.config import Config, HexadError, counted
+from hexad.config import NOT_FINITE, Config, HexadError, counted
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.dataset.text.token_text import TokenText
@@ -190,7 +190,7 @@ def evaluate_weights(
 
     Raises:
         AgreedError: the weights or the data cannot be used.
-        HexadError: a data set has no target, on all ranks.
+        HexadError: a data set has no target, or its loss is not finite, on all ranks.
     """
     sets = agreed(lambda: ValidationSets(resolved.config, mesh, tokenizer), mesh.world)
     try:
@@ -205,4 +205,6 @@ def evaluate_weights(
         if not score.tokens:
             some = "" if batches is None else f" in its first {counted(batches, 'batch')} (--batches)"
             raise HexadError(f"--data: {name}: no token{some} has a target: there is nothing to evaluate")
+        if not math.isfinite(score.loss_sum):
+            raise HexadError(f"--data: {name}: found the loss {score.loss:g}: {NOT_FINITE}")
     return scores

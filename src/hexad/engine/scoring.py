@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import isnan
 from pathlib import Path
 
 from torch import Tensor
 
 from hexad.checkpoint.base import load_model_weights
 from hexad.comm import merged
-from hexad.config import HexadError
+from hexad.config import NOT_FINITE, HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.planning import Resolved
 from hexad.topology.mesh import Mesh
@@ -41,7 +42,7 @@ class Scorer:
             engine.publish()
         self._engine = engine
         config, self._mesh, self._made = resolved.config, mesh, list[Tensor]()
-        self._multiple = config.parallel.token_multiple
+        self._multiple, self._scored = config.parallel.token_multiple, 0
         columns = -(-int(config.model.vocab) // mesh.tensor.size)
         self._most = min(config.batch.micro * config.data.sequence, max(1, _LOGITS // columns))
 
@@ -58,7 +59,7 @@ class Scorer:
             sequences: ids, at least one each.
 
         Raises:
-            HexadError: ids that the model does not have.
+            HexadError: ids that the model does not have; a log-probability that is not a number.
         """
         groups = list(_groups([len(ids) - 1 for ids in sequences], self._most))
         data = self._mesh.data
@@ -79,6 +80,10 @@ class Scorer:
                 parts = logprobs[: sum(lengths)].split(lengths) if lengths else ()
                 values |= {place: part.tolist() for place, part in zip(group, parts)}
         everything = merged(values, self._mesh.world, lambda a, b: a | b)
+        for place in sorted(everything):
+            if any(map(isnan, everything[place])):
+                raise HexadError(f"sequence {self._scored + place + 1}: {NOT_FINITE}")
+        self._scored += len(sequences)
         return [everything.get(place, []) for place in range(len(sequences))]
 
     def _loss(self, outputs: Outputs, microbatch: Microbatch) -> Tensor:

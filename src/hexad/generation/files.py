@@ -17,7 +17,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hexad.config import HexadError, one_line
+from hexad.config import HexadError, json_text, one_line
 from hexad.config.files import readable
 from hexad.dataset.files import acquire
 
@@ -146,7 +146,7 @@ class TextFile:
             HexadError: it cannot be written.
         """
         try:
-            line = json.dumps({**document, "request": request}, ensure_ascii=False)
+            line = json_text({**document, "request": request}, ensure_ascii=False)
             self._file.write(line.encode(errors="backslashreplace") + b"\n")
             self._file.flush()
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 from hexad.comm.messages import Outbox, take
@@ -142,11 +143,21 @@ class Replica:
         if outcome is None:
             outcome = take(self._world, self._sampler)
         self.scheduler.done(lane, parts)
+        failed = {number for number, choice in outcome.choices.items() if choice.token is None}
         for number, (begin, logprobs) in outcome.scores.items():
             if (session := self._sessions.get(number)) is not None:
                 session.scores.update(enumerate(logprobs, begin))
-        updates = (self._update(part, outcome.choices.get(part.number)) for part in parts)
-        return [update for update in updates if update is not None]
+            if any(isnan(one.value) for one in logprobs):
+                failed.add(number)
+        updates = [self._failed(number) for number in failed & self._sessions.keys()]
+        others = (self._update(part, outcome.choices.get(part.number)) for part in parts)
+        return [*updates, *(update for update in others if update is not None)]
+
+    def _failed(self, number: int) -> Update:
+        """End a request whose logits are not finite."""
+        self._sessions.pop(number)
+        self._close(number)
+        return Update(number, ended="failed")
 
     def _update(self, part: Part, choice: Choice | None) -> Update | None:
         """What a part of a step has brought, if anything."""
@@ -162,6 +173,7 @@ class Replica:
             self._sessions.pop(number)
             self._close(number)
             return Update(number, prompt_logprobs=scores, ended="length")
+        assert choice.token is not None, "the request has failed"
         self.scheduler.extend(number, choice.token)
         session.new += 1
         text = session.text.add(choice.token)

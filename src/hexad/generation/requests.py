@@ -12,8 +12,9 @@ from hexad.config import ConfigError
 MOST_LOGPROBS = 20
 """Most likely tokens that are reported beside the chosen one, at most."""
 
-Ending = Literal["document", "stop", "length"]
-"""What ends a text: a token that ends a document or an answer, a text to stop at, or the number of tokens."""
+Ending = Literal["document", "stop", "length", "failed"]
+"""What ends a text: a token that ends a document or an answer, a text to stop at, or the number of tokens; or
+logits that are not finite, with which no text is completed."""
 
 
 @dataclass(frozen=True)

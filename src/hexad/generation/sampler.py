@@ -30,9 +30,9 @@ class Constraint(Protocol):
 
 
 class Choice(NamedTuple):
-    """A token that was chosen, and how likely it was, if that is wanted."""
+    """A token that was chosen, and how likely it was, if that is wanted; None: no logits that are finite."""
 
-    token: int
+    token: int | None
     logprob: Logprob | None = None
 
 
@@ -80,7 +80,7 @@ class Sampler:
         return self._states[number].request.prompt_logprobs
 
     def choose(self, logits: Tensor, numbers: Sequence[int]) -> list[Choice]:
-        """The next token of each sequence, which from now on is part of it.
+        """The next token of each sequence, which from now on is part of it; None where logits are not finite.
 
         Args:
             logits: ``[sequences, vocab]``, in at least float32.
@@ -97,7 +97,8 @@ class Sampler:
         if random:
             rows = torch.tensor(random, device=logits.device)
             tokens[rows] = _sampled(changed[rows], [states[row] for row in random])
-        chosen = tokens.tolist()
+        # A logit of -inf alone is a token that cannot follow.
+        chosen = torch.where(logits.amax(-1).isfinite(), tokens, -1).tolist()
         logprobs: list[Logprob | None] = [None] * len(states)
         wanted = [row for row, state in enumerate(states) if state.request.logprobs is not None]
         if wanted:
@@ -109,11 +110,13 @@ class Sampler:
             for row, logprob in zip(wanted, made):
                 logprobs[row] = logprob
         for state, token in zip(states, chosen):
+            if token < 0:
+                continue
             state.new += 1
             state.seen[token] += 1
             if state.constraint is not None:
                 state.constraint.accept(token)
-        return [Choice(token, logprob) for token, logprob in zip(chosen, logprobs)]
+        return [Choice(None if token < 0 else token, logprob) for token, logprob in zip(chosen, logprobs)]
 
     def _change(self, row: Tensor, state: _State) -> None:
         """Add what a request adds to its logits ``[vocab]``, in place."""

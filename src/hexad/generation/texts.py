@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from hexad.config import ConfigError, HexadError, did_you_mean
+from hexad.config import NOT_FINITE, ConfigError, HexadError, counted, did_you_mean
 
 from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
@@ -210,9 +210,16 @@ def asked(prompts: Any) -> list[Prompt]:
 
 
 def continuation(number: int, request: Request, prompt: Any, updates: Sequence[Update]) -> Continuation:
-    """What the updates of a request have brought together."""
+    """What the updates of a request have brought together.
+
+    Raises:
+        HexadError: logits are not finite.
+    """
     ended = updates[-1].ended
     assert ended is not None
+    if ended == "failed":
+        place = len(request.prompt) + sum(len(update.tokens) for update in updates)
+        raise HexadError(f"prompt {number + 1}: after {counted(place, 'token')} {NOT_FINITE}")
     scores = [update.prompt_logprobs for update in updates if update.prompt_logprobs is not None]
     return Continuation(
         number,

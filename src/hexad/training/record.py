@@ -10,14 +10,13 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hexad.config import Config, HexadError
+from hexad.config import Config, HexadError, json_text
 
 Metrics = dict[str, Any]
 log = logging.getLogger("hexad")
@@ -53,7 +52,7 @@ class MetricsFile:
         self.rewind(last_step)
 
     def write(self, metrics: Metrics) -> None:
-        self._waiting.append(json.dumps(_finite(metrics), allow_nan=False).encode() + b"\n")
+        self._waiting.append(json_text(metrics).encode() + b"\n")
         self._flush()
 
     def _flush(self) -> None:
@@ -84,13 +83,6 @@ class MetricsFile:
         if self._waiting:
             log.warning("%s: the last %d steps are missing", self._path, len(self._waiting))
         self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    """A value as JSON has it: null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _step(line: bytes) -> float:

@@ -24,7 +24,7 @@ from hexad.dataset.text.token_text import Label, TokenLabels, TokenText
 from ..requests import Logprob, Update
 from ..requests import Request as TextRequest
 from .protocol import ChatRequest, CompletionRequest
-from .service import Busy, Service, Unavailable
+from .service import Busy, Failed, Service, Unavailable
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -207,6 +207,8 @@ class _Pages:
             raise _too_many() from None
         except Unavailable:
             raise _Refused(503, "the server is stopping or has failed", "server_error") from None
+        except Failed as error:
+            raise _Refused(500, str(error), "server_error") from None
         if first is None or not (body.stream or texts.complete):
             return Response(status_code=499)
         if not body.stream:
@@ -520,8 +522,8 @@ class _Texts:
             async for entry in stream:
                 for chunk in self._chunks(entry, usage):
                     yield chunk
-        except Unavailable:
-            failed = _Refused(503, "the server has failed", "server_error").document
+        except (Unavailable, Failed) as error:
+            failed = _Refused(503, str(error) or "the server has failed", "server_error").document
             yield _event({"error": failed})
             return
         finally:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from hexad.comm import CommError
+from hexad.config import NOT_FINITE
 
 from ..generator import Generator
 from ..requests import Request, Update
@@ -27,6 +28,10 @@ class Busy(Exception):
 
 class Unavailable(Exception):
     """The generator has stopped, or a rank is lost."""
+
+
+class Failed(Exception):
+    """The logits of a request are not finite."""
 
 
 class Service:
@@ -95,6 +100,7 @@ class Service:
         Raises:
             Busy: too many wait.
             Unavailable: the generator is not running, or has failed meanwhile.
+            Failed: a request has.
         """
         front = self.generator.front
         if not self.ready:
@@ -117,6 +123,8 @@ class Service:
                 self.metrics.update(update, now - before, first=before == began)
                 before = now
                 place = numbers[update.number]
+                if update.ended == "failed":
+                    raise Failed(f"request: {NOT_FINITE}")
                 if update.ended is not None:
                     del numbers[update.number], self._queues[update.number]
                 yield place, update

@@ -53,7 +53,10 @@ _HEAD = """\
 
 One YAML file holds every setting; all have defaults. Settings can be overridden on the command line, as in
 `hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3`; the value is YAML. An unknown key is an error that
-names the nearest known one. Numbers are those of YAML 1.2: `010` is ten, and `2024-01-31` a name.
+names the nearest known one. Numbers are those of YAML 1.2, `010` is ten and `2024-01-31` a name, but their
+digits may be grouped, `1_000`. A quoted number counts as a number where one is expected; where a text is
+expected, a number needs quotes: `run.dir='"2024"'`. A colon is followed by a blank: `model.lora='{rank: 4}'`.
+From Python, paths may be `pathlib.Path`.
 Relative paths are relative to the working directory of the command, wherever the file is; in what a run
 saves (`run.dir/config.yaml` and the checkpoints') they are absolute.
 `hexad config show run.yaml` prints all settings, with those that preset and

@@ -82,7 +82,7 @@ def generate(
 
 def evaluate(
     source: str | Path,
-    data: str | Mapping[str, Any] | None = None,
+    data: str | Path | Mapping[str, Any] | None = None,
     *,
     batches: int | None = None,
     overrides: Iterable[str] = (),
@@ -105,11 +105,11 @@ def evaluate(
     Raises:
         HexadError: the model or the data cannot be used.
     """
-    if not isinstance(data, str | Mapping | None):
+    if not isinstance(data, str | Path | Mapping | None):
         raise HexadError(f"data: found {data!r}, expected a prefix, or data sets by name: {{name: prefix}}")
     if batches is not None and (not isinstance(batches, int) or batches < 1):
         raise HexadError(f"batches: found {batches!r}, expected an integer from 1, or None: all samples")
-    sets = {Path(data).name: data} if isinstance(data, str) else dict(data or {})
+    sets = {Path(data).name: data} if isinstance(data, str | Path) else dict(data or {})
     model, tokenizer = evaluated_model(find_model(str(source)), sets, overrides, environment().world)
     with launch(model.config) as run:
         return evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, batches, progress)

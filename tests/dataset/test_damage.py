@@ -154,7 +154,7 @@ def test_the_same_data_under_another_name_or_without_a_sidecar_are_the_same(tmp_
 def test_one_process_writes_a_data_set(tmp_path: Path) -> None:
     prefix = tmp_path / "d"
     with IndexedWriter(prefix, np.uint16) as writer:
-        with pytest.raises(HexadError, match=r"d: process \d+ on \S+ is writing it; wait"):
+        with pytest.raises(HexadError, match=r"d\.bin: process \d+ on \S+ is writing it; wait"):
             IndexedWriter(prefix, np.uint16)
         writer.add_document([1])
     with IndexedWriter(prefix, np.uint16) as writer:

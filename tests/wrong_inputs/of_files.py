@@ -117,7 +117,7 @@ FILES = (
         "show schedule --save schedule.yaml",
         "--save: found 'schedule.yaml', expected a name that ends in .json",
     ),
-    ("data info data", "No such command 'info'; known: build, inspect (see 'hexad data --help')"),
+    ("data info data", "No such command 'info'; known: build, inspect, verify (see 'hexad data --help')"),
     ("checkpoint list trained", "No such command 'list'; known: inspect, verify, import, export"),
     (
         "demo run.dir=elsewhere --dir new-demo",

@@ -14,13 +14,14 @@ from .options import json_option, nproc_option, overrides_argument, print_json, 
 
 
 class _Evaluate(ManyValues):
-    """``--data`` takes several values, up to the first setting; a name of data may have dots too."""
+    """``--data`` takes several values, up to the first setting; names and paths of data may have dots too."""
 
     MANY = ("--data",)
 
     def takes(self, value: str) -> bool:
-        group, dot, _ = value.partition("=")[0].partition(".")
-        return not ("=" in value and dot and group in setting_names())
+        name, equals, _ = _parted(value)
+        group, dot, _ = name.partition(".")
+        return not (equals and dot and group in setting_names())
 
 
 @click.command("evaluate", cls=_Evaluate)
@@ -60,9 +61,9 @@ def evaluate(source: str, nproc: int, **options: Any) -> int:
 
 def _named(data: tuple[str, ...]) -> dict[str, str]:
     """Data sets by the names given, or else the last parts of their prefixes, as far as these differ."""
-    pairs = [text.partition("=") if "=" in text else ("", "", text) for text in data]
-    for text, (name, _, prefix) in zip(data, pairs):
-        if not prefix.strip() or ("=" in text and not name.strip()):
+    pairs = [_parted(text) for text in data]
+    for text, (name, equals, prefix) in zip(data, pairs):
+        if not prefix.strip() or (equals and not name.strip()):
             raise HexadError(f"--data: found '{text}', expected PREFIX or NAME=PREFIX")
         _refuse_setting(name, prefix)
     short = [name or Path(prefix).name for name, _, prefix in pairs]
@@ -73,6 +74,16 @@ def _named(data: tuple[str, ...]) -> dict[str, str]:
         double = next(name for name in names if names.count(name) > 1)
         raise HexadError(f"--data: {double} is given twice; give each data set once, by a name of its own")
     return {name: prefix for name, (_, _, prefix) in zip(names, pairs)}
+
+
+def _parted(text: str) -> tuple[str, str, str]:
+    """(name, ``=``, prefix) of ``NAME=PREFIX``; ("", "", prefix) of data whose own path has a ``=``."""
+    from hexad.dataset.sidecar import idx_path
+
+    name, equals, prefix = text.partition("=")
+    if not equals or "/" in name or idx_path(text).exists():
+        return "", "", text
+    return name, equals, prefix
 
 
 def _refuse_setting(name: str, prefix: str) -> None:

@@ -58,6 +58,12 @@ def ranks_option(name: str, purpose: str) -> Callable[[Command], Command]:
     return click.option(name, type=click.IntRange(1), help=text)
 
 
+def is_override(text: str) -> bool:
+    """Whether an argument is a setting, ``KEY=VALUE``, and not a path with a ``=``: no key has a ``/``."""
+    key, equals, _ = text.partition("=")
+    return bool(equals) and "/" not in key and not os.path.exists(text)
+
+
 def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """(path of a configuration or run, if given; ``KEY=VALUE`` overrides) of a command's arguments.
 
@@ -66,10 +72,11 @@ def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None,
     """
     from hexad.config import HexadError
 
-    paths = [text for text in settings if "=" not in text]
+    overrides = [text for text in settings if is_override(text)]
+    paths = [text for text in settings if text not in overrides]
     if len(paths) > 1:
         raise HexadError(f"{command}: found several paths ({', '.join(paths)}); give one")
-    return next(iter(paths), None), [text for text in settings if "=" in text]
+    return next(iter(paths), None), overrides
 
 
 def print_json(document: Any) -> None:

@@ -16,13 +16,19 @@ from .schema import Config
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice instead of keeping the last, and reads numbers as YAML 1.2
-    does: 010 is no octal, 1:30 is no number of base 60, 2024-01-31 is a name and no date."""
+    """A safe loader that refuses a key given twice instead of keeping the last, and a colon without a blank
+    after it. It reads numbers as YAML 1.2 does: 010 is no octal, 1:30 is no number of base 60, 2024-01-31 is
+    a name and no date; digits may be grouped, as in 1_000."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             name = str(key.value)
+            joined, colon, rest = name.partition(":")
+            empty = isinstance(value, yaml.ScalarNode) and not value.value and value.style is None
+            if colon and getattr(key, "style", "") is None and (empty or rest[:1] in ("{", "[")):
+                written = f"'{name}' has no blank after its colon; write '{joined}: {rest}'"
+                raise yaml.constructor.ConstructorError(None, None, written, key.start_mark)
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 key.tag = "tag:yaml.org,2002:str"  # no key is a number, or a truth value as 'on' would be
             if name in seen:
@@ -212,7 +218,9 @@ class Wording:
         if kind == "missing" and not indices:
             return ConfigError(field, "is missing; give it")
         if kind in _WRONG_GROUP:
-            return ConfigError(field, f"found {self.written(given)}, expected {self.group(field, model)}")
+            hint = "; write a blank after the colon" if isinstance(given, str) and ":" in given else ""
+            expected = f"expected {self.group(field, model)}{hint}"
+            return ConfigError(field, f"found {self.written(given)}, {expected}")
         if kind == "missing":  # of an item: what was found is the list that lacks it
             indices = indices[:-1]
         alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]

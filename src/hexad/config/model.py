@@ -44,7 +44,13 @@ def _usable(name: str) -> str:
     return name
 
 
-Name = Annotated[str, AfterValidator(_usable)]
+def _path(value: Any) -> Any:
+    """text"""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Name = Annotated[str, BeforeValidator(_path), AfterValidator(_usable)]
+"""A text; from Python also a path."""
 
 
 def _schedule_file(path: str) -> str:

@@ -322,7 +322,7 @@ class IndexedWriter:
         self._lock = ExitStack()
         with reporting(self._bin, "written"):
             self._bin.parent.mkdir(parents=True, exist_ok=True)
-            self._lock.enter_context(exclusive(Path(prefix), str(prefix)))
+            self._lock.enter_context(exclusive(Path(prefix), str(self._bin)))
             self._stream: BinaryIO = self._temporary[0].open("wb")
 
     @property
@@ -358,13 +358,14 @@ class IndexedWriter:
         Raises:
             HexadError: as for :meth:`add_document`.
         """
+        if lengths is None:
+            raise HexadError("lengths: found None, expected the number of tokens of each document")
         count = self._append(tokens, lengths, trained)
         first = self._boundaries[-1] + 1
         self._boundaries.extend(range(first, first + count))
 
     def _append(self, tokens: ArrayLike, lengths: ArrayLike | None, trained: ArrayLike | None) -> int:
-        if self._stream.closed:
-            raise HexadError(f"{self._bin}: the writer is closed; add documents inside its 'with' block")
+        self._check_open()
         ids = _checked("tokens", tokens, "integer ids", "iu")
         limits = np.iinfo(self.dtype)
         low, high = (int(ids.min()), int(ids.max())) if len(ids) else (limits.max, -1)
@@ -402,8 +403,9 @@ class IndexedWriter:
         killed between these renames leaves none.
 
         Raises:
-            HexadError: the disk is full or the files cannot be written.
+            HexadError: the disk is full, the files cannot be written, or the writer is closed.
         """
+        self._check_open()
         try:
             with reporting(self._bin, "written"):
                 sync_and_close(self._stream)
@@ -426,6 +428,11 @@ class IndexedWriter:
         with suppress(OSError):  # not every file system can
             sync_directory(self._idx.parent)
         self._lock.close()
+
+    def _check_open(self) -> None:
+        if self._stream.closed:
+            fix = "write inside its 'with' block, or begin another"
+            raise HexadError(f"{self._bin}: the writer is closed; {fix}")
 
     def _sidecar(self) -> Sidecar:
         """The dataset's sidecar; its other files are complete under their temporary names."""

@@ -1,5 +1,6 @@
 """The files beside the weights of a Hugging Face model; directories that are written atomically."""
 
+import errno
 import json
 import os
 import re
@@ -9,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hexad.config import HexadError, one_line
+from hexad.config import HexadError, counted, one_line
 from hexad.dataset.files import exclusive, reporting, write_durably
 from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
@@ -42,6 +43,8 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.partial")
     name = f"{option}: {path}"
     with reporting(name, "written"):
+        if path.parent.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(path, name), reporting(name, "written"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -146,13 +149,14 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes of ``5GB``, ``200MB``, ``4GiB`` or a plain number.
+    """Bytes of ``5GB``, ``200MB``, ``4GiB`` or a plain number, of at least a million.
 
     Raises:
         HexadError: it is none of them, or less than a byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise HexadError(f"{option}: found {text!r}, expected a size such as 5GB, 200MB or 4GiB")
+    if size < 1 or (match and not match[2] and "B" not in text.upper() and size < 10**6):
+        what = f", which is {counted(size, 'byte')}" if size else ""
+        raise HexadError(f"{option}: found {text!r}{what}, expected a size such as 5GB, 200MB or 4GiB")
     return size

@@ -16,6 +16,8 @@ _KEYS = (
 )  # fmt: skip
 _SPEAKERS = {"human": "user", "gpt": "assistant"}
 """ShareGPT's names of roles that others have other names for."""
+_WEIGHTS = ("weight", "train", "loss")
+"""Keys of answers that say whether they are trained, of several tools."""
 
 
 class Document(NamedTuple):
@@ -138,11 +140,12 @@ class Reading:
         for number in answers:
             if not any(value for name, value in messages[number].items() if name != "role"):
                 raise HexadError(f"{place}: {key}[{number}]: the answer is empty: nothing to train on")
-            if (weight := messages[number].get("weight")) not in (None, 1):
-                raise HexadError(
-                    f"{place}: {key}[{number}]: its 'weight' is {weight!r}, but every answer is trained with "
-                    "weight 1; remove the key, or end the conversation before this answer"
-                )
+            for name in _WEIGHTS:
+                if (weight := messages[number].get(name)) not in (None, 1):
+                    raise HexadError(
+                        f"{place}: {key}[{number}]: its '{name}' is {weight!r}, but every answer is trained "
+                        "with weight 1; remove the key, or end the conversation before this answer"
+                    )
         if self.template is None:
             raise HexadError(f"{place}: {self.no_template}")
         tools = content.get("tools")
@@ -156,15 +159,14 @@ class Reading:
 
 
 def _named_as_here(message: Any) -> Any:
-    """A message of ShareGPT's form, ``{"from": ..., "value": ...}``, with the usual names; others as they
-    are."""
-    if not isinstance(message, dict) or set(message) != {"from", "value"}:
+    """A message of ShareGPT's form, ``{"from": ..., "value": ...}`` and perhaps other keys, with the usual
+    names; others as they are."""
+    if not isinstance(message, dict) or not {"from", "value"} <= set(message) or "role" in message:
         return message
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
     speaker = message["from"]
-    return {
-        "role": _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker,
-        "content": message["value"],
-    }
+    role = _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    return {"role": role, "content": message["value"], **others}
 
 
 def _instructed(content: dict[str, Any], place: Place) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from hexad.config import Config, HexadError
+from hexad.config import Config, HexadError, pythonic
 from hexad.engine.evaluation import Progress, Score, evaluate_weights
 from hexad.engine.scoring import Scorer, check_sequence
 from hexad.generation.generator import Generator
@@ -74,8 +74,9 @@ def generate(
     Raises:
         HexadError: the model, a prompt or a setting cannot be used.
     """
-    asked(prompts)
-    wanted(settings)
+    with pythonic():
+        asked(prompts)
+        wanted(settings)
     with Generator(source, overrides) as generator:
         return generator.generate(prompts, **settings)
 
@@ -132,6 +133,8 @@ def score(
     Raises:
         HexadError: the model or a sequence cannot be used.
     """
+    if not isinstance(sequences, Sequence) or isinstance(sequences, str):
+        raise HexadError(f"sequences: found {sequences!r:.60}, expected lists of ids")
     saved = scored_model(find_model(str(source)), overrides, environment().world)
     for number, ids in enumerate(sequences, 1):
         check_sequence(ids, f"sequence {number}", int(saved.config.model.vocab), saved.most_positions)

@@ -10,10 +10,12 @@ from unittest import mock
 
 import pytest
 
+from hexad.config import HexadError
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.generator import Generator
 from hexad.generation.requests import Request
+from hexad.generation.texts import Continuation
 
 from ..checkpoint.test_hugging_face import convert
 from ..pool import Pool
@@ -194,6 +196,118 @@ def test_several_prompts_samples_and_stop_texts(trained: RunFile, tmp_path: Path
     ended = lines("--prompts", str(file), "--stop", whole[3:6], "--stop", "never")[0]
     assert ended["text"] == whole[: whole.find(whole[3:6])] and ended["ended"] == "stop"
     assert generated(trained, "--prompt", "jumps over").count("---") == 1
+
+
+OWN: list[dict[str, Any]] = [
+    {"tokens": 3},
+    {"temperature": 1.5, "seed": 7},
+    {"temperature": 1.5, "top_k": 2, "min_p": 0.01},
+    {"temperature": 2.0, "top_p": 0.5, "samples": 3},
+    {"temperature": 0},
+    {"stop": "o"},
+    {"stop": ["ump", "ick"], "logprobs": 2},
+    {"prompt_logprobs": 1, "logprobs": None},
+    {"logit_bias": {"113": 50, "32": -100}},
+    {"repetition_penalty": 3.0, "presence_penalty": 1, "frequency_penalty": -1.5},
+    {"schema": {"type": "integer"}, "tokens": 6},
+]
+
+
+def test_settings_of_a_prompt_are_those_of_the_call(trained: RunFile) -> None:
+    """Beside any others, which other prompts have."""
+    common: dict[str, Any] = {"tokens": 5, "temperature": 0.8, "top_p": 0.9, "logprobs": 0}
+    with Generator(trained.directory) as generator:
+        others = generator.generate(["jumps"], **common)
+        for own in OWN:
+            kept = {
+                name: value
+                for name, value in common.items()
+                if (own.get("temperature"), name) != (0, "top_p")
+            }
+            expected = generator.generate("the q", **{**kept, **own})
+            mixed = generator.generate([{"prompt": "the q", "id": 1, **own}, "jumps"], **common)
+            for text, wanted in zip(mixed, [*expected, *others], strict=True):
+                assert (text.tokens, text.text, text.ended) == (wanted.tokens, wanted.text, wanted.ended), own
+                assert values(text) == pytest.approx(values(wanted), rel=1e-9), own
+
+
+def values(text: Continuation) -> list[float]:
+    """All log-probabilities of a text; the length tells whether they were asked for."""
+    scores = [*(text.logprobs or ()), *(text.prompt_logprobs or ())]
+    return [value for one in scores for value in (one.value, *(likely for _, likely in one.top))]
+
+
+def test_settings_of_lines(trained: RunFile, tmp_path: Path) -> None:
+    """Printed, and written to a file, which is complete after another start."""
+    lines = [
+        {"prompt": "the q", "tokens": 2},
+        {"prompt": "fox", "samples": 2, "temperature": 1},
+        {"prompt": "l"},
+    ]
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("generate", str(trained.directory), "--prompts", str(file), "--tokens", "4")
+    printed = [json.loads(line) for line in call(*options).out.splitlines()]
+    assert [len(row["tokens"]) for row in printed] == [2, 4, 4, 4]
+    assert [row.get("sample") for row in printed] == [None, 0, 1, None]
+    for _ in range(2):
+        assert call(*options, "--output", str(output)).status == 0
+        written = [json.loads(line) for line in output.read_text().splitlines()]
+        assert sorted(row["text"] for row in written) == sorted(row["text"] for row in printed)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"tokens": "x"}, "tokens: found 'x', expected an integer of at least 1"),
+        ({"tokens": 0}, "tokens: found 0"),
+        ({"tokens": [1, 2]}, "tokens: found [1, 2], expected an integer"),  # a line of an output
+        ({"temperature": -1}, "temperature: found -1, expected a number from 0"),
+        ({"temperature": None}, "temperature: found None"),
+        ({"top_k": 5}, "top_k: found 5 with temperature 0"),
+        ({"samples": 2}, "samples: found 2 with temperature 0, where all are the same"),
+        ({"seed": 1.5}, "seed: found 1.5"),
+        ({"stop": 5}, "stop: found 5, expected a text or a list of texts"),
+        ({"stop": [""]}, "stop: found an empty text"),
+        ({"logprobs": 21}, "logprobs: found 21, expected 0 to 20"),
+        ({"logit_bias": [1]}, "logit_bias: found [1], expected numbers by token id"),
+        ({"logit_bias": {"a": 1}}, "logit_bias: found a: 1, expected ids"),
+        ({"logit_bias": {"1": "a"}}, "logit_bias: found 1: a, expected ids"),
+        ({"logit_bias": {"999": 1}}, "--logit-bias: found token 999, but the model's vocabulary is 257"),
+        ({"schema": 5}, "schema: is not a JSON schema"),
+    ],
+)
+def test_wrong_settings_of_lines_are_named(
+    own: dict[str, Any], message: str, trained: RunFile, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", **own}))
+    result = call("generate", str(trained.directory), "--prompts", str(tmp_path / "prompts.jsonl"))
+    where = "" if message.startswith("--") else "prompt 1: "
+    assert result.status == 2 and result.error.startswith(f"{where}{message}"), result.error
+
+
+def test_a_file_without_prompts_is_named(trained: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n\n")
+    result = call("generate", str(trained.directory), "--prompts", str(tmp_path / "prompts.jsonl"))
+    assert result.status == 2
+    assert result.error == f"--prompts: {tmp_path / 'prompts.jsonl'}: found no lines with prompts"
+
+
+def test_a_closed_generator_says_so(trained: RunFile) -> None:
+    with Generator(trained.directory) as generator:
+        for sequences in (None, [None], "abc", [[1.5]], [5]):
+            with pytest.raises(HexadError, match=r"^(sequences: found|prompt 1: found)"):
+                generator.score(sequences)  # type: ignore[arg-type]
+        for prompts in ([None], [5], 5, {}, [{"prompt": [1.5]}], [[1]], b"a"):
+            with pytest.raises(HexadError, match=r"^prompt"):
+                generator.generate(prompts)  # type: ignore[arg-type]
+        with pytest.raises(HexadError, match=r"^top_k: found 3 with temperature 0"):
+            generator.generate("a", top_k=3)
+        assert len(generator.generate("a", tokens=2)) == 1  # it still works
+    generator.close()
+    for action in (lambda: generator.generate("a"), lambda: generator.score([[1]])):
+        with pytest.raises(HexadError, match=r"^Generator: it is closed; make another generator"):
+            action()
 
 
 def test_conversations_are_rendered_by_the_tokenizers_template(trained: RunFile, tmp_path: Path) -> None:

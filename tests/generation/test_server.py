@@ -173,6 +173,8 @@ def test_models_health_metrics_and_page(server: Server) -> None:
 
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+ENDLESS = {str(token): -100 for token in range(3)}
+"""Biases with which no text ends before its last token: of special tokens."""
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": None}, "prompt", "prompt"),
@@ -314,7 +316,7 @@ def unfinished(server: Server, count: int = 0) -> None:
 
 def test_a_client_that_leaves_ends_its_requests(server: Server) -> None:
     """In the middle of a stream, or while it waits for an answer."""
-    body = {**COMPLETION, "max_tokens": 40, "n": 20, "logit_bias": {"256": -100}}
+    body = {**COMPLETION, "max_tokens": 40, "n": 20, "logit_bias": ENDLESS}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.stream(
         "POST", f"{server.address}/v1/completions", json={**body, "stream": True}, headers=headers
@@ -358,7 +360,7 @@ def test_a_full_queue_refuses(chatty: RunFile, tmp_path: Path) -> None:
     """And running requests end in the time they have, when the server is asked to stop."""
     server = Server(chatty, tmp_path, "inference.sequences=1", "inference.queue=2", "inference.grace=20")
     try:
-        body = {**COMPLETION, "max_tokens": 46, "logit_bias": {"256": -100, "262": -100, "263": -100}}
+        body = {**COMPLETION, "max_tokens": 46, "logit_bias": ENDLESS}
         with ThreadPoolExecutor(12) as threads:
             answers = list(threads.map(lambda _: server.post("/v1/completions", body), range(12)))
         statuses = sorted(answer.status_code for answer in answers)
@@ -381,7 +383,7 @@ def test_a_rank_that_dies_ends_the_server(chatty: RunFile, tmp_path: Path, layou
     server = Server(chatty, tmp_path, "--nproc", "2", *layout, "inference.sequences=4")
     try:
         assert server.client().completions.create(**COMPLETION).choices
-        body = {**COMPLETION, "max_tokens": 40, "n": 100, "stream": True}
+        body = {**COMPLETION, "max_tokens": 40, "n": 100, "stream": True, "logit_bias": ENDLESS}
         ranks = server.process.ranks()
         with httpx.stream("POST", f"{server.address}/v1/completions", json=body, timeout=LONGEST) as stream:
             lines = stream.iter_lines()

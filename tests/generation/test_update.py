@@ -192,7 +192,7 @@ def test_what_does_not_fit() -> None:
         for wrong in (None, Engine(torch.nn.Linear(2, 2), engine.mesh, config_of())):
             with pytest.raises(HexadError, match="expected an engine of a language model"):
                 generator.update(wrong)  # type: ignore[arg-type]
-        with pytest.raises(HexadError, match=r"score: found 5 among the sequences"):
+        with pytest.raises(HexadError, match=r"sequences: found 5, expected lists of ids"):
             generator.score([5])  # type: ignore[list-item]
     with pytest.raises(HexadError, match=r"Generator: found 1, expected parallel\.tensor 2"):
         Generator(engine, tensor=2)

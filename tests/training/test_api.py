@@ -130,13 +130,13 @@ def test_generate_and_evaluate(run_file: RunFile, data: str) -> None:
     assert hexad.evaluate(run_file.directory, batches=1)["validation"].loss == scores["a"].loss
     for wrong in ({"tokens": 0}, {"samples": 0}):
         with pytest.raises(
-            HexadError, match=f"^--{next(iter(wrong))}: found 0, expected an integer of at least 1"
+            HexadError, match=f"^{next(iter(wrong))}: found 0, expected an integer of at least 1"
         ):
             hexad.generate(run_file.directory, "a", **wrong)
     assert hexad.generate(run_file.directory, "line", tokens=3, stop="never")[0].ended == "length"
     with pytest.raises(HexadError, match=r"^generate: unknown argument 'token' \(did you mean 'tokens'\?\)"):
         hexad.generate(run_file.directory, "a", token=3)  # type: ignore[call-arg]
-    with pytest.raises(HexadError, match=r"^--top-k: found 5 with temperature 0"):
+    with pytest.raises(HexadError, match=r"^top_k: found 5 with temperature 0"):
         hexad.generate(run_file.directory, "a", top_k=5)
     with pytest.raises(HexadError, match=r"^data: found \['a'\], expected a prefix, or data sets by name"):
         hexad.evaluate(run_file.directory, ["a"])  # type: ignore[arg-type]

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import hexad
 from hexad.config import HexadError
+from hexad.dataset.load.microbatch import Microbatch
 
 from .command import SETTINGS
 
@@ -30,6 +32,10 @@ def _updated(mesh: hexad.Mesh, config: hexad.Config) -> None:
     engine.accumulate([None])
     engine.reduce()
     engine.update(lr="fast")  # type: ignore[arg-type]
+
+
+def _stepped(microbatches: Any) -> Callable[[hexad.Mesh, hexad.Config], object]:
+    return lambda mesh, config: hexad.Engine(config, mesh).train_step(microbatches)
 
 
 CALLS: tuple[tuple[str, Call, str], ...] = (
@@ -78,14 +84,14 @@ CALLS: tuple[tuple[str, Call, str], ...] = (
         lambda: hexad.generate("x", "a", temperature="hot"),
         "found 'hot', expected a number from 0",
     ),  # type: ignore[arg-type]
-    ("seed", lambda: hexad.generate("x", "a", seed=1.5), r"--seed: found 1.5, expected 0 to 2\^63 - 1"),  # type: ignore[arg-type]
+    ("seed", lambda: hexad.generate("x", "a", seed=1.5), r"seed: found 1.5, expected 0 to 2\^63 - 1"),  # type: ignore[arg-type]
     (
         "top k",
         lambda: hexad.generate("x", "a", top_k=1.5),
-        r"--top-k: found 1.5, expected 0 \(all\) or more",
+        r"top_k: found 1.5, expected 0 \(all\) or more",
     ),  # type: ignore[arg-type]
     ("stop", lambda: hexad.generate("x", "a", stop=3), "stop: found 3, expected a text or a list of texts"),  # type: ignore[arg-type]
-    ("stops", lambda: hexad.generate("x", "a", stop=[3]), "--stop: found 3, which is not Unicode text"),  # type: ignore[list-item]
+    ("stops", lambda: hexad.generate("x", "a", stop=[3]), "stop: found 3, which is not Unicode text"),  # type: ignore[list-item]
     (
         "batches 0",
         lambda: hexad.evaluate("x", "a", batches=0),
@@ -101,6 +107,19 @@ CALLS: tuple[tuple[str, Call, str], ...] = (
         _launched(lambda mesh, config: hexad.Engine(config, None)),  # type: ignore[arg-type]
         "mesh: found None, expected that of hexad.launch",
     ),
+    ("a tensor", _launched(_stepped([torch.zeros(1, 8)])), r"microbatches\[0\]: found Tensor, expected Mic"),
+    ("no list", _launched(_stepped(5)), "microbatches: found int, expected a list of Microbatch"),
+    (
+        "lists",
+        _launched(_stepped([Microbatch([1], [1])])),
+        "Microbatch.tokens: found list, expected a tensor",
+    ),  # type: ignore[arg-type]
+    (
+        "overrides 5",
+        lambda: hexad.generate("x", "a", overrides=5),
+        "overrides: found 5, expected a list such",
+    ),  # type: ignore[arg-type]
+    ("score", lambda: hexad.score("x", None), "sequences: found None, expected lists of ids"),  # type: ignore[arg-type]
     ("a rate", _launched(_updated), "update: found lr 'fast', expected a number that is not negative"),
 )
 

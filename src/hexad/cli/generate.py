@@ -112,17 +112,19 @@ def generate(
         raise HexadError("--output: found --json beside it, which prints the texts; give one of them")
     if not (prompt or file):
         raise ConfigError("--prompt", _NO_PROMPT)
-    with _kept(request) if file == "-" else nullcontext():
+    from_stdin = file == "-"
+    with _kept(request) if from_stdin else nullcontext():
         # Refuse what is wrong before any rank is started.
         saved = generating_model(request["checkpoint"], request["overrides"], nproc)
-        _wanted(request)
+        wanted = _wanted(request)
         encoder = PromptEncoder(saved, saved.tokenizer())
         number = 0
         for number, entry in enumerate(_prompts(request), 1):
             if number <= _CHECKED:
+                wanted.of_prompt(entry, f"prompt {number}")
                 encoder.ids(entry, f"prompt {number}")
         if not number:
-            raise ConfigError("--prompt", _NO_PROMPT)
+            raise ConfigError("--prompts", f"{'stdin' if from_stdin else file}: found no lines with prompts")
         return run_ranks("generate", request, nproc)
 
 
@@ -209,8 +211,8 @@ def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
     several = lines or len(request["prompts"]) * request["samples"] > 1
     documents = []
     texts = generator.written(generator.requests(_prompts(request), wanted))
-    for entry, text in _in_order(texts, wanted.samples):
-        document = row(entry, text, wanted)
+    for entry, text in _in_order(texts, wanted):
+        document = row(entry, text, wanted.of_prompt(entry))
         if request["as_json"]:
             documents.append(document)
         elif lines:
@@ -225,7 +227,7 @@ def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
 
 
 def _in_order(
-    texts: Iterable[tuple[Mapping[str, Any], Continuation]], samples: int
+    texts: Iterable[tuple[Mapping[str, Any], Continuation]], wanted: Wanted
 ) -> Iterator[tuple[Mapping[str, Any], Continuation]]:
     """Prompts with their texts, in the order of the prompts; what ends before its turn is kept."""
     kept: dict[tuple[int, int], tuple[Mapping[str, Any], Continuation]] = {}
@@ -233,9 +235,11 @@ def _in_order(
     for entry, text in texts:
         kept[text.number, text.sample] = entry, text
         while following in kept:
-            yield kept.pop(following)
+            prompt, text = kept.pop(following)
+            yield prompt, text
             number, sample = following
-            following = (number, sample + 1) if sample + 1 < samples else (number + 1, 0)
+            last = sample + 1 == wanted.of_prompt(prompt).samples
+            following = (number + 1, 0) if last else (number, sample + 1)
 
 
 def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> None:
@@ -251,7 +255,7 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
     digests = {
         digest(number, prompt, sample, model, wanted)
         for number, prompt in enumerate(_prompts(request))
-        for sample in range(wanted.samples)
+        for sample in range(wanted.of_prompt(prompt).samples)
     }
     with (
         TextFile(request["output"]) as file,
@@ -265,6 +269,7 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
             if digest(entry[0], entry[1], entry[2].sample, model, wanted) not in done
         )
         for prompt, text in generator.written(missing):
-            file.add(row(prompt, text, wanted), digest(text.number, prompt, text.sample, model, wanted))
+            document = row(prompt, text, wanted.of_prompt(prompt))
+            file.add(document, digest(text.number, prompt, text.sample, model, wanted))
             progress.add(1, len(text.tokens))
     click.echo(progress.summary(request["output"]), err=True)

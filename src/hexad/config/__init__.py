@@ -8,8 +8,19 @@ from .errors import (
     blaming,
     counted,
     did_you_mean,
+    in_python,
     one_line,
+    pythonic,
 )
-from .load import Wording, apply_overrides, dump_config, key_names, parse_config, read_tree, setting_names
+from .load import (
+    Wording,
+    apply_overrides,
+    dump_config,
+    key_names,
+    listed_overrides,
+    parse_config,
+    read_tree,
+    setting_names,
+)
 from .numbers import NOT_FINITE, json_text
 from .schema import Config

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
 USER_ERROR = 2
 """Exit status of a command that met a mistake the user can fix."""
 
@@ -64,6 +66,33 @@ def one_line(error: Exception) -> str:
     """The text of another package's or the operating system's error, for a message."""
     text = getattr(error, "strerror", None) or str(error)  # without the number that str() gives
     return " ".join(text.split()) or type(error).__name__
+
+
+def in_python(error: HexadError) -> HexadError:
+    """An error about an option of a command, as one about an argument: ``--top-k: ...`` as ``top_k: ...``."""
+    if not str(error).startswith("--"):
+        return error
+    text = _OPTION.sub(lambda option: option[1].replace("-", "_"), str(error))
+    if isinstance(error, ConfigError):
+        field, _, problem = text.partition(": ")
+        return ConfigError(field, problem)
+    return AgreedError(text, error.kind) if isinstance(error, AgreedError) else HexadError(text)
+
+
+@contextmanager
+def pythonic() -> Iterator[None]:
+    """Name arguments, not options of a command, in errors of functions that users call.
+
+    Raises:
+        HexadError: as :func:`in_python` rephrases it.
+    """
+    try:
+        yield
+    except HexadError as error:
+        rephrased = in_python(error)
+        if rephrased is error:
+            raise
+        raise rephrased from None
 
 
 def counted(count: int, noun: str) -> str:

@@ -142,12 +142,21 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
     Raises:
         HexadError: something of another form.
     """
+    for override in listed_overrides(overrides):
+        _apply(tree, override)
+
+
+def listed_overrides(overrides: Iterable[str]) -> tuple[str, ...]:
+    """Overrides of settings, which a function was called with.
+
+    Raises:
+        HexadError: they are no list.
+    """
     if isinstance(overrides, str):
         raise HexadError(f"overrides: found the text '{overrides}', expected a list: ['{overrides}']")
     if not isinstance(overrides, Iterable):
         raise HexadError(f"overrides: found {overrides!r}, expected a list such as ['parallel.tensor=2']")
-    for override in overrides:
-        _apply(tree, override)
+    return tuple(overrides)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

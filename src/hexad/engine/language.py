@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
@@ -318,11 +318,10 @@ class LanguageModel:
     def _count(self, microbatches: Sequence[Microbatch]) -> _Counting:
         """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
         the hosts: the device is not waited for."""
-        number = len(microbatches)
+        number = len(microbatches) if isinstance(microbatches, Sized) else 0
         parts: list[Microbatch] = []
         try:
-            if not microbatches:
-                raise HexadError("found no microbatch on a rank; every rank needs at least one")
+            _check_microbatches(microbatches)
             parts = [self.part(microbatch) for microbatch in microbatches]
             problem = next((text for text in map(self._problem, parts) if text is not None), None)
         except HexadError as error:
@@ -375,6 +374,8 @@ class LanguageModel:
 def _check_tensors(microbatch: Microbatch) -> None:
     tokens, labels = microbatch.tokens, microbatch.labels
     for name, tensor in (("tokens", tokens), ("labels", labels)):
+        if not isinstance(tensor, Tensor):
+            raise HexadError(f"Microbatch.{name}: found {type(tensor).__name__}, expected a tensor of int64")
         if tensor.dim() != 2 or not tensor.numel() or tensor.dtype != torch.int64:
             description = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
             raise HexadError(
@@ -397,3 +398,19 @@ def _check_documents(documents: tuple[int, ...], sequences: int, length: int) ->
             f"Microbatch.documents: found {documents}, expected rising offsets from 0 to {total} with each "
             f"sequence's start ({length} tokens each) among them"
         )
+
+
+def _check_microbatches(microbatches: object) -> None:
+    """Refuse what is not a list of microbatches.
+
+    Raises:
+        HexadError: naming the first that is something else.
+    """
+    if not isinstance(microbatches, Sequence):
+        raise HexadError(f"microbatches: found {type(microbatches).__name__}, expected a list of Microbatch")
+    if not microbatches:
+        raise HexadError("found no microbatch on a rank; every rank needs at least one")
+    for number, microbatch in enumerate(microbatches):
+        if not isinstance(microbatch, Microbatch):
+            kind = type(microbatch).__name__
+            raise HexadError(f"microbatches[{number}]: found {kind}, expected Microbatch(tokens, labels)")

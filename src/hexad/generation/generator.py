@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from hexad.checkpoint.directory import different_setting
 from hexad.comm import agreed, from_first
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, listed_overrides, pythonic
 from hexad.dataset.text.token_text import TokenText
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
@@ -67,7 +67,7 @@ class Generator:
                 f"Generator: unknown argument {unknown[0]!r}; expected tensor, context, pipeline, data"
             )
         self.warn: Callable[[str], object] = log.warning
-        self._warned = False
+        self._warned = self._closed = False
         self._failure: str | None = None
         self._transfers: WeakKeyDictionary[Engine, Transfer] = WeakKeyDictionary()
         self._stack = ExitStack()
@@ -75,9 +75,8 @@ class Generator:
             if isinstance(source, Engine):
                 self._beside(source, overrides, degrees)
             else:
-                given: Iterable[str] = overrides
-                if not isinstance(overrides, str):  # which is refused
-                    given = [*overrides, *(f"parallel.{name}={degree}" for name, degree in degrees.items())]
+                layout = (f"parallel.{name}={degree}" for name, degree in degrees.items())
+                given = (*listed_overrides(overrides), *layout)
                 if not isinstance(source, SavedModel):
                     source = generating_model(find_model(str(source)), given, environment().world)
                 run = self._stack.enter_context(launch(source.config))
@@ -166,7 +165,7 @@ class Generator:
 
         Args:
             prompts: a text; or several, each a text, ``{"prompt": text or ids}``, or ``{"messages": [...]}``
-                for the tokenizer's chat template.
+                for the tokenizer's chat template. Settings in such an object apply to its prompt.
             settings: see :class:`~hexad.generation.texts.Settings`.
 
         Returns:
@@ -182,7 +181,8 @@ class Generator:
             texts = [text for _, text in self.written(requests)]
             return sorted(texts, key=lambda text: (text.number, text.sample))
 
-        return self.shared(texts)
+        with pythonic():
+            return self.shared(texts)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Do something on the first rank only, which computes nothing; returns what it returns, on every
@@ -215,6 +215,8 @@ class Generator:
         Raises:
             HexadError: a step has failed before.
         """
+        if self._closed:
+            raise HexadError("Generator: it is closed; make another generator")
         if self._failure is not None:
             raise HexadError(f"Generator: a step has failed ({self._failure}); make another generator")
         try:
@@ -245,10 +247,13 @@ class Generator:
         Raises:
             HexadError: a prompt cannot be used.
         """
-        if wanted.schema is not None:
-            self._constraints.check(wanted.schema)
+        checked = None
         for number, prompt in enumerate(prompts):
-            for request in wanted.requests(prompt, self.encoder, f"prompt {number + 1}"):
+            own = wanted.of_prompt(prompt, f"prompt {number + 1}")
+            if own.schema is not None and own.schema != checked:
+                self._constraints.check(own.schema)
+                checked = own.schema
+            for request in own.requests(prompt, self.encoder, f"prompt {number + 1}"):
                 self.check(request)
                 yield number, prompt, request
 
@@ -305,16 +310,20 @@ class Generator:
         """
 
         def scored() -> list[Continuation]:
-            if wrong := [ids for ids in sequences if not isinstance(ids, Sequence) or isinstance(ids, str)]:
-                raise HexadError(f"score: found {wrong[0]!r:.60} among the sequences, expected lists of ids")
+            listed = isinstance(sequences, Sequence) and not isinstance(sequences, str)
+            for ids in sequences if listed else [sequences]:
+                if not listed or not isinstance(ids, Sequence) or isinstance(ids, str):
+                    raise HexadError(f"sequences: found {ids!r:.60}, expected lists of ids")
             prompts: list[Prompt] = [{"prompt": list(ids)} for ids in sequences]
             requests = self.requests(prompts, Wanted(tokens=0, prompt_logprobs=top))
             return sorted((text for _, text in self.written(requests)), key=lambda text: text.number)
 
-        return self.shared(scored)
+        with pythonic():
+            return self.shared(scored)
 
     def close(self) -> None:
         """Leave the world."""
+        self._closed = True
         self._stack.close()
 
     def __enter__(self) -> Generator:

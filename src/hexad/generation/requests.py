@@ -57,7 +57,8 @@ class Sampling:
             if isinstance(value, bool) or not number or not low <= value <= high:
                 raise ConfigError(_option(name), f"found {value!r}, expected {expected}")
         for token, bias in self.logit_bias:
-            if not isinstance(token, int) or token < 0 or not -100 <= bias <= 100:
+            known = isinstance(token, int) and token >= 0 and isinstance(bias, int | float)
+            if not known or not -100 <= bias <= 100:
                 raise ConfigError(
                     "--logit-bias", f"found {token}: {bias}, expected ids with numbers from -100 to 100"
                 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from hexad.config import NOT_FINITE, ConfigError, HexadError, counted, did_you_mean
+from hexad.config import NOT_FINITE, ConfigError, HexadError, counted, did_you_mean, in_python
 
 from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
@@ -96,6 +96,46 @@ class Wanted:
             except (AttributeError, UnicodeEncodeError):
                 raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
+    def replaced(self, settings: Mapping[str, Any]) -> Wanted:
+        """With some of :class:`Settings` in place of its own, each checked. A temperature of 0 replaces what
+        chooses among likely tokens, too.
+
+        Raises:
+            HexadError: a value of the wrong type or out of range.
+        """
+        given = dict(settings)
+        names = Sampling.__dataclass_fields__.keys()
+        sampling = {name: given.pop(name) for name in given.keys() & names}
+        if "logit_bias" in sampling:
+            bias = sampling["logit_bias"]
+            if not isinstance(bias, Mapping):
+                raise ConfigError("--logit-bias", f"found {bias!r:.60}, expected numbers by token id")
+            sampling["logit_bias"] = tuple((_id(token), value) for token, value in bias.items())
+        if sampling.get("temperature") == 0:
+            sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **sampling}
+        if "stop" in given:
+            stop = given["stop"]
+            if not isinstance(stop, str | list | tuple):
+                raise ConfigError("--stop", f"found {stop!r:.60}, expected a text or a list of texts")
+            given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if given.get("schema") is not None:
+            given["schema"] = schema_text(given["schema"])
+        changed = asked_sampling(replace(self.sampling, **sampling)) if sampling else self.sampling
+        return replace(self, sampling=changed, **given)
+
+    def of_prompt(self, prompt: Prompt, name: str = "prompt") -> Wanted:
+        """With the settings that a prompt has beside its text; ``name`` is the prompt's in messages.
+
+        Raises:
+            HexadError: as for :meth:`replaced`.
+        """
+        known = Settings.__annotations__ if isinstance(prompt, Mapping) else ()
+        own = {setting: prompt[setting] for setting in known if setting in prompt}
+        try:
+            return self.replaced(own) if own else self
+        except HexadError as error:
+            raise HexadError(f"{name}: {in_python(error)}") from None
+
     def requests(self, prompt: Prompt, encoder: PromptEncoder, name: str) -> list[Request]:
         """The requests of a prompt, one for each sample; ``name`` is the prompt's in messages.
 
@@ -121,7 +161,8 @@ class Wanted:
 
 
 class Settings(TypedDict, total=False):
-    """The settings of a generation as arguments of :meth:`hexad.Generator.generate`.
+    """The settings of a generation as arguments of :meth:`hexad.Generator.generate`; those in a prompt's
+    object apply to that prompt.
 
     Attributes:
         tokens: new tokens at most; 128.
@@ -165,21 +206,14 @@ def wanted(settings: Mapping[str, Any]) -> Wanted:
     Raises:
         HexadError: an unknown setting, or a value of the wrong type or out of range.
     """
-    given = dict(settings)
-    for name in given.keys() - Settings.__annotations__.keys():
+    for name in settings.keys() - Settings.__annotations__.keys():
         raise HexadError(f"generate: unknown argument {name!r}{did_you_mean(name, Settings.__annotations__)}")
-    stop, bias, schema = given.pop("stop", ()), given.pop("logit_bias", {}), given.pop("schema", None)
-    if not isinstance(stop, Sequence):
-        raise HexadError(f"stop: found {stop!r}, expected a text or a list of texts")
-    if not isinstance(bias, Mapping):
-        raise HexadError(f"logit_bias: found {bias!r}, expected numbers by token id")
-    sampling = {name: given.pop(name) for name in Sampling.__dataclass_fields__ if name in given}
-    return Wanted(
-        sampling=asked_sampling(Sampling(**sampling, logit_bias=tuple(bias.items()))),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        schema=None if schema is None else schema_text(schema),
-        **given,
-    )
+    return Wanted().replaced(settings)
+
+
+def _id(token: Any) -> Any:
+    """A token's id, in JSON a text."""
+    return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
 
 
 def schema_text(schema: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from hexad.checkpoint.directory import check_same_model, find_checkpoint
 from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
-from hexad.config import Config, ConfigError, apply_overrides, blaming
+from hexad.config import Config, ConfigError, apply_overrides, blaming, listed_overrides
 from hexad.config.hub import local
 from hexad.config.schema import prefixes
 from hexad.dataset.built import check_targets, open_built
@@ -131,7 +131,7 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
     Raises:
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
     """
-    overrides = overrides if isinstance(overrides, str) else tuple(overrides)
+    overrides = listed_overrides(overrides)
     groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate", "checkpoint")}
     groups |= {"parallel": {"sequence": False}, "batch": {"micro": 1, "global": 1}}
     model = saved_model(source, overrides, groups)

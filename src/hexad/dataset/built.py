@@ -98,14 +98,15 @@ def identities(prefixes: Iterable[str]) -> dict[str, Identity]:
     """What identifies data sets, by absolute prefix, in JSON's types.
 
     Raises:
-        HexadError: one is not what was built.
+        HexadError: one is not what was built, or cannot be read.
     """
 
-    def recorded(prefix: str) -> str:
-        sidecar = read_sidecar(prefix)
-        return ((sidecar and sidecar.checksums) or {}).get(".bin", "")
+    def of(prefix: str) -> Identity:
+        with reporting(prefix):
+            sidecar = read_sidecar(prefix)
+            return [identity(prefix), ((sidecar and sidecar.checksums) or {}).get(".bin", "")]
 
-    return {str(Path(prefix).absolute()): [identity(prefix), recorded(prefix)] for prefix in prefixes}
+    return {str(Path(prefix).absolute()): of(prefix) for prefix in prefixes}
 
 
 def check_same_data(recorded: Mapping[str, Identity], data: Mapping[str, Identity], where: str) -> None:

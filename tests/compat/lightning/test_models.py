@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from hexad.dataset.indexed import IndexedWriter
 
 from ...pool import Pool, RankError
 from ...training.command import RunFile, call, write_run
@@ -201,6 +204,35 @@ def test_resumed_in_another_layout(pool: Pool, tmp_path: Path, data: str) -> Non
     assert run.train(f"checkpoint.load={saved}").status == 0
     assert [line["loss"] for line in run.metrics] == pytest.approx(whole["losses"][3:], rel=1e-9)
     assert call("generate", saved, "--prompt", "line 7", "--tokens", "4").status == 0
+
+
+def test_steps_without_a_target_and_other_data(pool: Pool, tmp_path: Path, data: str) -> None:
+    """As with the command: such steps change nothing, and rebuilt data are refused when a fit resumes."""
+
+    def write(factor: int) -> None:
+        with IndexedWriter(tmp_path / "masked", np.uint16) as writer:
+            for number in range(60):
+                trained = np.full(17, number >= 50)
+                writer.add_document((np.arange(17) * factor + number) % 250, None, trained)
+
+    groups: dict[str, dict[str, Any]] = {
+        "run": {"steps": STEPS},
+        "data": {"packing": "cut", "sequence": 16, "validation": data},
+        "batch": {"micro": 1, "global": 2},
+        "validate": {"every": 3, "batches": 1},
+    }
+    masked = str(tmp_path / "masked")
+    ours, theirs = (write_run(tmp_path / name, masked, **groups) for name in ("ours", "theirs"))
+    write(3)
+    saved = str(tmp_path / "saved.ckpt")
+    found = pool.run(1, fitted, str(ours.path), {}, "HexadModule", {"max_steps": 5}, None, saved)[0]
+    assert theirs.train().status == 0
+    expected = [line["loss"] for line in theirs.metrics][:5]
+    assert None in expected and len({*expected}) > 2
+    assert [None if np.isnan(loss) else loss for loss in found["losses"]] == expected
+    write(4)
+    with pytest.raises(RankError, match="masked, which was rebuilt or replaced since"):
+        pool.run(1, fitted, str(ours.path), {}, "HexadModule", {}, saved)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from hexad.checkpoint.manifest import Manifest
 from hexad.comm import agreed, identical
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.config.schema import prefixes
+from hexad.dataset.built import Identity, check_same_data, identities
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.dataset.sidecar import identity
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import Score, ValidationSets, total
@@ -301,6 +301,7 @@ class HexadModule(EngineModule):
         self.automatic_optimization = False
         self.config = config if isinstance(config, Config) else load_config(config, overrides)
         self._base: Base | None = None
+        self._data: Mapping[str, Identity] = {}
         self._validation: ValidationSets | None = None
         self._open: list[Any] = []
         self._sums: dict[str, list[Score]] = {}
@@ -357,12 +358,16 @@ class HexadModule(EngineModule):
         """As of the base class, with the weights that adapters belong to."""
         engine = self._made()
         agreed(lambda: check_same_model(path, manifest.config, engine.config), engine.mesh.world)
+        if engine.training and (saved := manifest.progress.get("data")):
+            names = prefixes(engine.config.data.train)
+            agreed(lambda: check_same_data(saved, identities(names), str(path)), engine.mesh.world)
         self._base = loaded_base(engine, path, manifest, engine.mesh.world)
         super().load(path, manifest, strict)
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the engine's chunks."""
-        return {**super().progress(), **recorded(self._base)}
+        data = {"data": self._data} if self._data else {}
+        return {**super().progress(), **recorded(self._base), **data}
 
     # A step
 
@@ -379,10 +384,11 @@ class HexadModule(EngineModule):
 
     def training_step(self, dataloader_iter: Any) -> Any:
         """One step by the pipeline's schedule: take its microbatches, and log ``train_loss`` and
-        ``grad_norm``. Returns the loss, float64."""
+        ``grad_norm``. Returns the loss, float64; NaN of a step without a target, which logs none."""
         microbatches, _, _ = next(dataloader_iter)
         result = self.train_step(microbatches)
-        self.log("train_loss", result.loss, prog_bar=True, batch_size=1)
+        if result.targets:
+            self.log("train_loss", result.loss, prog_bar=True, batch_size=1)
         self.log("grad_norm", result.grad_norm, batch_size=1)
         for name, value in result.auxiliary.items():
             self.log(name, value, batch_size=1)
@@ -447,8 +453,8 @@ class HexadModule(EngineModule):
             return loader
 
         loader = agreed(opened, mesh.world)
-        sets = agreed(lambda: [identity(prefix) for prefix in prefixes(config.data.train)], mesh.world)
-        identical("data", sets, mesh.world)
+        self._data = agreed(lambda: identities(prefixes(config.data.train)), mesh.world)
+        identical("data", [sampled for sampled, _ in self._data.values()], mesh.world)
         self._open.append(loader)
 
         def announce() -> None:

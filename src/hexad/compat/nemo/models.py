@@ -161,7 +161,8 @@ class GPTModel(HexadModule):
             "consumed_samples": float(engine.samples),
             "global_batch_size": float(self.config.batch.size(engine.samples)),
         }
-        self.log("reduced_train_loss", result.loss, prog_bar=True, batch_size=1)
+        if result.targets:
+            self.log("reduced_train_loss", result.loss, prog_bar=True, batch_size=1)
         self.log_dict(dict(known), batch_size=1)
         return torch.tensor(result.loss, dtype=torch.float64)
 

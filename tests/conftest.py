@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .pool import Pool
+from .pool import Pool, uncollected
 
 # In this process and all that tests start, before any imports torch: cores are for tests and ranks, and
 # numbers that must agree to the last bit are summed alike.
@@ -82,6 +82,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Half a million objects stay until the session's end: automatic collections need not visit them."""
     gc.freeze()
+    if loop := sys.modules.get("hexad.training.loop"):
+        loop.collected_by_step = uncollected  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
@@ -24,10 +24,19 @@ MAX_RANKS = 8
 TIMEOUT = 120.0
 
 
+def uncollected() -> AbstractContextManager[Callable[[int], object]]:
+    """In place of :func:`hexad.training.pace.collected_by_step`, after which collections visit all objects
+    again: half a million of a session of tests, or all that a worker has imported."""
+    return nullcontext(lambda step: None)
+
+
 def work(descriptor: int) -> None:
     """Do one job after the other, as they come over a pipe."""
     import torch.distributed as dist
 
+    from hexad.training import loop
+
+    loop.collected_by_step = uncollected  # type: ignore[assignment]
     pipe = Connection(descriptor)
     while True:
         try:

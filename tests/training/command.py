@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import yaml
 
@@ -120,15 +119,9 @@ def write_run(directory: Path, prefix: str, /, **groups: dict[str, Any]) -> RunF
 
 
 def call(*arguments: str) -> Result:
-    """The command in this process: what it costs is not one more import of torch.
-
-    Nor are complete collections, which visit all objects of a session of tests; ranks of their own make them.
-    """
+    """The command in this process: what it costs is not one more import of torch."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
-        if arguments[:1] == ("train",):
-            never = lambda: contextlib.nullcontext(lambda step: None)  # noqa: E731
-            stack.enter_context(mock.patch("hexad.training.loop.collected_by_step", never))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = run(list(arguments))
     return Result(status, out.getvalue(), err.getvalue())
 

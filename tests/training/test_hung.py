@@ -52,13 +52,16 @@ if os.environ.get("RANK") == "1":
 
 def begin(how: str, run: RunFile, start: Start, tmp_path: Path, *overrides: str) -> Process:
     """A run on two ranks, the second of which will hang."""
-    folder = tmp_path / "hang"
-    folder.mkdir()
-    # In front of the site's own, if there is one: none of it is needed.
-    (folder / "sitecustomize.py").write_text(HANG.replace("{how}", how))
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {}
+    if how != "stop":
+        folder = tmp_path / "hang"
+        folder.mkdir()
+        # In front of the site's own, if there is one: none of it is needed.
+        (folder / "sitecustomize.py").write_text(HANG.replace("{how}", how))
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(path)
     layout = ("parallel.tensor=2", f"run.timeout={TIMEOUT}")
-    process = start(run.arguments(*layout, *overrides), PYTHONPATH=path if how != "stop" else "")
+    process = start(run.arguments(*layout, *overrides), **variables)
     process.wait_for_step(run, 5)
     if how == "stop":
         os.kill(process.ranks()[1], signal.SIGSTOP)

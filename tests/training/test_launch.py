@@ -225,13 +225,13 @@ def test_a_rank_beyond_its_world_is_named(make_run: MakeRun, monkeypatch: pytest
 def test_missing_ranks_are_reported_while_they_are_waited_for(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hexad.launching.rendezvous._EVERY", 0.3)
+    monkeypatch.setattr("hexad.launching.rendezvous._EVERY", 0.01)
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     result = make_run().train("parallel.tensor=2", "run.timeout=1")
     waiting = [line for line in result.err.splitlines() if "1 of 4 ranks have joined at 127.0.0.1:" in line]
-    assert len(waiting) >= 3 and "WORLD_SIZE=4 is set in the environment; unset it" in waiting[0]
+    assert len(waiting) >= 2 and "WORLD_SIZE=4 is set in the environment; unset it" in waiting[0]
     assert result.status == 2 and "1 of 4 ranks have joined" in result.error
 
 

@@ -14,7 +14,7 @@ from hexad.comm import Trace, all_reduce
 from hexad.engine.engine import Engine
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.training.pace import Pace
+from hexad.training.pace import Pace, collected_by_step
 
 from ..pool import Pool
 from .conftest import MakeRun
@@ -110,6 +110,7 @@ def test_garbage_is_collected_between_steps(make_run: MakeRun, monkeypatch: pyte
             collected.append((inside, info["generation"]))
 
     monkeypatch.setattr(Engine, "train_step", watched)
+    monkeypatch.setattr("hexad.training.loop.collected_by_step", collected_by_step)  # not that of tests
     monkeypatch.setattr("hexad.training.pace.COLLECT_EVERY", 5)
     closed: list[Pace] = []
     monkeypatch.setattr(Pace, "close", lambda self: closed.append(self))

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,17 +25,17 @@ torch.distributed.destroy_process_group()
 """
 
 
-def launched(*arguments: str, start: Any = forks.run, **variables: str) -> subprocess.CompletedProcess[str]:
+def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hexad.compat.deepspeed", *arguments]
     environment = os.environ | variables
-    return start(command, capture_output=True, text=True, timeout=120, env=environment)
+    return forks.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     script, config = tmp_path / "train.py", tmp_path / "ds.json"
     script.write_text(SCRIPT)
     config.write_text('{"train_batch_size": 2, "optimizer": {"type": "Adam"}}')
-    done = launched("--num_gpus", "2", str(script), "--deepspeed_config", str(config), start=subprocess.run)
+    done = launched("--num_gpus", "2", str(script), "--deepspeed_config", str(config))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["__main__ rank 0 of 2", "__main__ rank 1 of 2"]
 

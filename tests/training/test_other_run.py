@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hexad.dataset.files import exclusive
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.sidecar import bin_path, sidecar_path
 
@@ -181,6 +182,16 @@ def test_one_process_adds_texts_to_a_file(tmp_path: Path) -> None:
     with TextFile(tmp_path / "out.jsonl"), pytest.raises(HexadError, match=message):
         TextFile(tmp_path / "out.jsonl")
     TextFile(tmp_path / "out.jsonl").__exit__(None)
+
+
+def test_one_process_writes_scores(original: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
+    output = tmp_path / "out.jsonl"
+    files = ("--input", str(tmp_path / "in.jsonl"), "--output", str(output))
+    with exclusive(output, "another"):
+        error = call("score", str(original.directory), *files).error
+    assert f"--output: {output}: process {os.getpid()} on " in error and not output.exists()
+    assert call("score", str(original.directory), *files).status == 0 and output.exists()
 
 
 def test_one_process_writes_a_directory(tmp_path: Path) -> None:

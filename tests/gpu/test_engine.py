@@ -8,6 +8,7 @@ import torch
 
 from hexad import Engine, Layout, Mesh, load_config
 from hexad.model import attention_kernels
+from hexad.parallel import pointwise
 from hexad.parallel.context import kernels
 from hexad.parallel.context.attention import Merged
 from hexad.parallel.context.spans import Spans
@@ -226,3 +227,26 @@ def test_the_host_waits_once_per_step() -> None:
             _losses("cuda", "bf16", "llama", "pointwise", after_first=refuse_waits)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_launch_configurations_are_not_chosen_by_time(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``run.deterministic``; without it some are, so that this shows something."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    from hexad.launching.launch import deterministic
+
+    timed: list[str] = []
+    choose = CachingAutotuner.autotune_to_one_config
+
+    def chosen(self: Any, *arguments: Any, **options: Any) -> Any:
+        timed.append(self.fn.__name__)
+        return choose(self, *arguments, **options)
+
+    monkeypatch.setattr(CachingAutotuner, "autotune_to_one_config", chosen)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch._dynamo.reset()
+    pointwise._compiled.cache_clear()
+    with torch._inductor.config.patch(force_disable_caches=True), deterministic(wanted, torch.device("cuda")):
+        _losses("cuda", "bf16", "llama", "pointwise", 0.1)
+    assert bool(timed) == (not wanted), timed

@@ -1,6 +1,7 @@
 """Compiled functions: calls like an earlier one use its code without guards, all others are guarded."""
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +13,18 @@ from hexad.parallel import pointwise
 
 
 @pytest.fixture(autouse=True)
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are run operator by operator instead of being compiled to kernels."""
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Graphs are run operator by operator instead of being compiled to kernels; the compiler's options."""
     eager = torch._dynamo.lookup_backend("aot_eager")
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: eager)
+    options: list[Any] = []
+
+    def generated(graph: Any, examples: Any, config_patches: Any) -> Any:
+        options.append(config_patches)
+        return eager(graph, examples)
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: generated)
     torch._dynamo.reset()
-    yield
+    yield options
     torch._dynamo.reset()
 
 
@@ -163,6 +170,81 @@ def test_global_state_is_guarded() -> None:
         counted()
         made = compiled(*arguments)
         assert all(tensor.is_inference() for tensor in made)
+
+
+def test_calls_under_inference_mode_have_no_guards() -> None:
+    """Of tensors made there and of others, each like an earlier one."""
+    compiled, guarded = _made(_affine)
+    outside = _calls()["first"]
+    with torch.inference_mode():
+        inside = _calls()["first"]
+        for arguments in (inside, outside):
+            before = guarded.calls
+            for _ in range(3):
+                _same(compiled(*arguments), _affine(*arguments))
+            assert guarded.calls == before + 1
+        writing, guarded = _made(_overwriting)
+        for shared, calls in ((True, 3), (False, 1)):
+            guarded.calls = 0
+            for _ in range(3):
+                x = torch.arange(12.0)
+                y = x[6:] if shared else x[6:].clone()
+                expected = x.clone()
+                _overwriting(expected[:6], expected[6:])
+                writing(x[:6], y)
+                assert torch.equal(x, expected)
+            assert guarded.calls == calls  # memory that is shared is looked at each time
+
+
+class _Doubled(torch.autograd.Function):
+    """Its backward pass is another compiled function, in a thread of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: Any) -> Tensor:
+        ctx.backward_half = backward
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.backward_half(gradient), None
+
+
+def _twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_kernels_are_chosen_by_rule_in_every_thread(without_compiler: list[Any]) -> None:
+    """The settings of Inductor are passed with each compilation: they hold in one thread only."""
+    compiled = pointwise._Compiled(_twice)
+
+    def compiling(size: int) -> None:
+        _Doubled.apply(torch.ones(size, requires_grad=True), compiled).sum().backward()
+
+    for wanted in (False, True):
+        without_compiler.clear()
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            for target, size in (
+                (compiling, 3),
+                (compiling, 4),
+                (lambda size: compiled(torch.ones(size, 2)), 5),
+            ):
+                thread = threading.Thread(target=target, args=(size,))
+                thread.start()
+                thread.join()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        by_rule = {"deterministic": True, "triton.autotune_pointwise": False}
+        assert len(without_compiler) > 1
+        assert without_compiler == [by_rule if wanted else None] * len(without_compiler)
+
+
+def test_inductor_knows_these_settings() -> None:
+    from torch._inductor import config
+
+    with torch._inductor.config.patch(pointwise._BY_RULE):
+        assert config.deterministic and not config.triton.autotune_pointwise
+    assert config.triton.autotune_pointwise
 
 
 def test_gradients_are_guarded() -> None:

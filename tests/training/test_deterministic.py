@@ -11,6 +11,7 @@ from hexad.config import ConfigError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.launching.launch import deterministic
+from hexad.parallel.pointwise import compiler_options
 
 from ..small import config_of, engine_of
 from .conftest import MakeRun
@@ -84,17 +85,20 @@ def test_an_operator_that_cannot_is_named(make_run: MakeRun, monkeypatch: pytest
 
 
 def test_a_gpu_is_set_up_before_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config as inductor
-
     name, gpu = "CUBLAS_WORKSPACE_CONFIG", torch.device("cuda")
     monkeypatch.setenv(name, ":16:8")  # restored afterwards
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
     with deterministic(True, gpu):
         assert os.environ[name] == ":16:8"
         assert not torch.backends.cuda.mem_efficient_sdp_enabled()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.math_sdp_enabled()
-        assert inductor.deterministic
-    assert not inductor.deterministic
+        assert compiler_options() and os.environ["NCCL_ALGO"] == "Ring"
+    assert compiler_options() is None and "NCCL_ALGO" not in os.environ
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # the user's own is kept
+    with deterministic(True, gpu):
+        assert os.environ["NCCL_ALGO"] == "Tree"
+    assert os.environ["NCCL_ALGO"] == "Tree"
     assert torch.backends.cuda.mem_efficient_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setenv(name, ":0:0")
     with (

@@ -18,6 +18,7 @@ from hexad.model.transformer import build_stages, factored_mesh
 from hexad.optim.schedule import LossScaler, Rates, learning_rates
 from hexad.parallel.pipeline.executor import Executor, MessageBuffers
 from hexad.parallel.pipeline.schedule import forward_schedule
+from hexad.parallel.pointwise import compiler_options
 from hexad.parallel.sharding import freeze
 from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
 from hexad.topology.mesh import Mesh
@@ -145,7 +146,7 @@ class Engine(State):
         if self._full:
             for stage in stages.values():
                 for layer in stage.layers.values():
-                    layer.compile()
+                    layer.compile(options=compiler_options())
         for stage in stages.values():
             if loss is not None and stage.head is not None:
                 stage.loss = OwnLoss(loss, self.mesh)

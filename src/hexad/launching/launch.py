@@ -33,6 +33,7 @@ from .environment import Environment, environment
 from .rendezvous import dismiss, meet
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_ALGORITHM = "NCCL_ALGO"
 _FIXED = (":4096:8", ":16:8")
 """cuBLAS's workspaces that do not depend on which stream is free."""
 _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementation")
@@ -65,12 +66,10 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
         cuda.enable_mem_efficient_sdp(False)
         restored.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
         cuda.enable_cudnn_sdp(False)
-        if device.type == "cuda":
-            # The compiler would choose among kernels, which add in different orders, by their time.
-            from torch._inductor import config as inductor
-
-            restored.callback(setattr, inductor, "deterministic", inductor.deterministic)
-            inductor.deterministic = True
+        if device.type == "cuda" and _ALGORITHM not in os.environ:
+            # Sums of other algorithms depend on where buffers are.
+            os.environ[_ALGORITHM] = "Ring"
+            restored.callback(os.environ.pop, _ALGORITHM, None)
         yield
 
 

@@ -313,7 +313,8 @@ def _adamw_(
     factor, kept, length, root = constants.unbind()
     gradient = gradient.to(master.dtype) * factor
     first.lerp_(gradient, 1 - betas[0])
-    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    # One interpolation: ``b v + (1 - b) g^2`` contracts to other fused multiply-adds in other configurations.
+    second.lerp_(gradient * gradient, 1 - betas[1])
     master.mul_(kept).sub_(length * first / (second.sqrt() / root + eps))
     if copy is not None:
         copy.copy_(master)

@@ -24,6 +24,17 @@ from torch._C._dynamo.guards import GlobalStateGuard
 Function = Callable[..., Any]
 
 
+_BY_RULE = {"deterministic": True, "triton.autotune_pointwise": False}
+
+
+def compiler_options() -> dict[str, Any] | None:
+    """Settings of Inductor for one compilation. Where only deterministic algorithms are allowed, no kernel or
+    launch configuration is chosen by its time: AdamW's second moment rounds differently in two of them. From
+    PyTorch 2.13 on Inductor's settings hold in the thread that made them, but backward functions are compiled
+    in autograd's."""
+    return _BY_RULE if torch.are_deterministic_algorithms_enabled() else None
+
+
 def maybe_compiled(function: Function, compiled: bool) -> Function:
     """``function``, or what it is compiled to."""
     return _compiled(function) if compiled else function
@@ -47,7 +58,7 @@ class _Call(NamedTuple):
         results: places among the code's; of a function that returns one tensor, its place, or None of one
             that returns nothing.
         state: global state of PyTorch that the code was generated for: grad mode, determinism, autocast, ...
-        writes: the function writes to arguments.
+        writes: the function writes to arguments, or may do so (under ``inference_mode``).
     """
 
     code: Callable[..., Sequence[Tensor]]
@@ -79,7 +90,8 @@ class _Compiled:
     """A compiled function of tensors and constants, also in tuples and lists.
 
     Which code serves a call is decided by ``torch.compile`` and its guards. Of a call without gradients, the
-    code is kept under the complete description of its arguments, so that an equal call needs no guards.
+    code is kept under the complete description of its arguments, so that an equal call needs no guards, also
+    under ``inference_mode``.
     Always guarded are calls that have the same tensor twice, that write to arguments some of which share
     memory, or whose arguments are no plain tensors.
     """
@@ -111,7 +123,8 @@ class _Compiled:
         """Generate a graph's code: the backend of ``torch.compile``."""
         from torch._dynamo import lookup_backend  # slow to import
 
-        code = lookup_backend("inductor")(graph, examples)
+        inductor: Callable[..., Any] = lookup_backend("inductor")
+        code = inductor(graph, examples, config_patches=compiler_options())
 
         def run(*arguments: Any) -> Any:
             results = code(*arguments)
@@ -124,16 +137,17 @@ class _Compiled:
 
     def _first(self, arguments: Sequence[Any], tensors: list[Tensor], key: tuple[Any, ...]) -> Any:
         """Call the function by its guards; keep what served the call."""
-        if torch.is_grad_enabled() or any(tensor.is_inference() for tensor in tensors):
+        if torch.is_grad_enabled():
             return self._guarded(*arguments)
-        versions = [tensor._version for tensor in tensors]
+        counted = not any(tensor.is_inference() for tensor in tensors)  # others have no versions
+        versions = [tensor._version for tensor in tensors] if counted else None
         runs: list[_Run] = []
         self._thread.runs = runs
         try:
             result = self._guarded(*arguments)
         finally:
             self._thread.runs = None
-        writes = versions != [tensor._version for tensor in tensors]
+        writes = versions is None or versions != [tensor._version for tensor in tensors]
         if len(runs) != 1 or (writes and _share_memory(tensors)):
             return result
         call = _arranged(runs[0], tensors, result, writes)
@@ -150,7 +164,7 @@ def _describe(values: Sequence[Any], tensors: list[Tensor], description: list[An
         kind = type(value)
         if kind is Tensor:
             tensors.append(value)
-            description += (value.dtype, value.device, value.shape, value.stride())
+            description += (value.dtype, value.device, value.shape, value.stride(), value.is_inference())
         elif kind is tuple or kind is list:
             description += (kind, len(value))
             if not _describe(value, tensors, description):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import yaml
 
+from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import exclusive
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.sidecar import bin_path, sidecar_path
@@ -51,8 +53,11 @@ def resumed(run: RunFile, *overrides: str) -> Result:
 Move = Callable[[Path, Path], object]
 
 
-@pytest.mark.parametrize("move", [shutil.move, shutil.copytree], ids=["moved", "copied"])
-@pytest.mark.parametrize("file", ["config.yaml", "checkpoints/step-00000002/config.yaml"])
+@pytest.mark.parametrize(
+    ("move", "file"),
+    [(shutil.move, "config.yaml"), (shutil.copytree, "checkpoints/step-00000002/config.yaml")],
+    ids=["moved", "copied, a checkpoint's file"],
+)
 def test_a_run_directory_is_resumed_where_it_is(
     original: RunFile, tmp_path: Path, move: Move, file: str
 ) -> None:
@@ -156,15 +161,23 @@ def test_every_data_set_of_the_run_counts(original: RunFile, which: str) -> None
     ids=["empty", "notes", "file", "dangling link", "link"],
 )
 def test_what_only_has_the_name_of_a_checkpoint_is_ignored(
-    original: RunFile, make: Callable[[Path], object], request: pytest.FixtureRequest
+    tmp_path: Path, make: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = "step-00000005.replaced" if request.node.callspec.id == "notes" else "step-99999999"
-    stray = original.directory / "checkpoints" / name
-    make(stray)
-    result = resumed(original)
-    assert result.status == 0 and len(original.losses) == 3
-    assert f"{name}: no checkpoint, as it has no manifest.json; ignored" in result.err
-    assert original.newest.name == "step-00000003" and os.path.lexists(stray)
+    directory = CheckpointDirectory(tmp_path)
+    real = directory.path / "step-00000002"
+    real.mkdir(parents=True)
+    (real / "manifest.json").touch()
+    for name in ("step-99999999", "step-100000000", "step-00000003.replaced"):
+        make(directory.path / name)
+        assert directory.newest() == directory.start(CheckpointSettings()) == real
+        assert f"{name}: no checkpoint, as it has no manifest.json; ignored" in caplog.text
+
+
+def test_a_run_resumes_beside_such_a_directory(original: RunFile) -> None:
+    stray = original.directory / "checkpoints" / "step-99999999"
+    stray.mkdir()
+    assert resumed(original).status == 0 and len(original.losses) == 3
+    assert original.newest.name == "step-00000003" and stray.is_dir()
 
 
 def test_a_checkpoint_that_lost_its_manifest_is_damaged(original: RunFile) -> None:

@@ -149,8 +149,9 @@ def exclusive(final: Path, name: str) -> Iterator[None]:
         with file:
             if lock(file, 0.0) is False:
                 file.seek(0)
+                holder = file.read() or "another process"
                 raise HexadError(
-                    f"{name}: {file.read()} is writing it; wait until that has ended, or give another name"
+                    f"{name}: {holder} is writing it; wait until that has ended, or give another name"
                 )
             if not _is_open(beside, file):
                 continue  # its holder has just removed it

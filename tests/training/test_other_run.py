@@ -4,12 +4,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.config import read_tree
 from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import exclusive
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
@@ -75,6 +77,29 @@ def test_a_run_directory_is_resumed_where_it_is(
     # The directory that an override names counts, as ever.
     assert resumed(there, f"run.dir={tmp_path / 'new'}", "run.steps=1").status == 0
     assert (tmp_path / "new" / "metrics.jsonl").exists()
+
+
+def test_paths_inside_a_moved_run_are_followed(tmp_path: Path) -> None:
+    """Those of the copy of the tokenizer, too, which are written without links."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    tree: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "link" / "run")},
+        "data": {"train": [[1.0, str(tmp_path / "link" / "run" / "d")], [1.0, "/data/x"]]},
+        "checkpoint": {"load": str(tmp_path / "link" / "run-2")},
+    }
+    tree["data"]["tokenizer"] = str(tmp_path / "disk" / "run" / "tokenizer")
+    directory = tmp_path / "moved"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert read_tree(directory / "config.yaml") == tree  # no run was here
+    (directory / "metrics.jsonl").touch()
+    read = read_tree(directory / "config.yaml")
+    assert read["run"]["dir"] == str(directory) and read["checkpoint"] == tree["checkpoint"]
+    assert read["data"]["train"] == [[1.0, str(directory / "d")], [1.0, "/data/x"]]
+    assert read["data"]["tokenizer"] == str(directory / "tokenizer")
+    shutil.copy(directory / "config.yaml", directory / "mine.yaml")
+    assert read_tree(directory / "mine.yaml") == tree
 
 
 def test_a_configuration_elsewhere_names_its_run(original: RunFile, tmp_path: Path) -> None:

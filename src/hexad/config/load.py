@@ -114,12 +114,15 @@ def _in_its_place(tree: dict[str, Any], path: Path) -> dict[str, Any]:
     if os.path.realpath(directory) == os.path.realpath(written):
         return tree
 
+    places = written.rstrip("/"), os.path.realpath(written)
+
     def moved(value: Any) -> Any:
         if isinstance(value, str):
             prefix = "hf:" if value.startswith("hf:") else ""
             inside = value.removeprefix(prefix)
-            if inside == written or inside.startswith(written.rstrip("/") + "/"):
-                return prefix + str(directory) + inside.removeprefix(written.rstrip("/"))
+            for place in places:
+                if inside == place or inside.startswith(f"{place}/"):
+                    return prefix + str(directory) + inside.removeprefix(place)
         if isinstance(value, dict):
             return {name: moved(inner) for name, inner in value.items()}
         return [moved(inner) for inner in value] if isinstance(value, list) else value

@@ -208,8 +208,9 @@ def test_what_cannot_be_listed_stops_the_build(
 
     (corpus / "closed").mkdir()
     monkeypatch.setattr(os, function, refuse)
-    with pytest.raises(HexadError, match=r"closed: cannot be read: Permission denied"):
-        find_files([corpus])
+    for include in ([], ["*.txt"]):
+        with pytest.raises(HexadError, match=r"closed: cannot be read: Permission denied"):
+            find_files([corpus], include)
     assert len(find_files([corpus], exclude=["closed"]).files) == 1
 
 

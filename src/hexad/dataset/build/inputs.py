@@ -69,14 +69,15 @@ def find_files(
         else:
             raise HexadError(f"{given}: no such file or directory")
         for entry, inside in entries:
+            excluded = _matches(inside, exclude)
             if entry.hidden:
                 found = found._replace(hidden=found.hidden + 1)
-            elif (include and not _matches(inside, include)) or _matches(inside, exclude):
-                found = found._replace(left_out=found.left_out + 1)
-            elif entry.error is not None:
+            elif entry.error is not None and not excluded:  # whatever is in it may be included
                 raise HexadError(
                     f"{entry.path}: cannot be read: {one_line(entry.error)} (--exclude leaves it out)"
                 )
+            elif excluded or (include and not _matches(inside, include)):
+                found = found._replace(left_out=found.left_out + 1)
             elif entry.problem is not None:
                 found.unread[str(entry.path)] = entry.problem
             else:

@@ -108,6 +108,20 @@ def test_gpus_are_found_without_a_driver(tmp_path: Path, monkeypatch: pytest.Mon
     assert not gpu_visible(tmp_path)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_memory_is_that_of_this_machine(gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop is not told of a GPU, unless another machine is checked for."""
+    monkeypatch.setattr("hexad.topology.devices.gpu_visible", lambda: gpu)
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {layers: 1, hidden: 32, heads: 2}\nrun: {steps: 9}\nlr_schedule: {warmup: 9}\n")
+    text = call("config", "check", str(path)).out
+    assert ("GPU" in text.split("note: no GPU")[0]) == gpu and ("in the host's memory" in text) != gpu
+    assert ("note: no GPU is visible here" in text) != gpu
+    assert "note: lr_schedule.warmup 9 is not below run.steps 9: the rate never reaches its peak" in text
+    assert "a GPU's memory" in call("config", "check", str(path), "--elsewhere").out
+    assert "lr_schedule.warmup 9" not in call("config", "check", str(path), "run.steps=10").out
+
+
 def test_the_summary_has_the_published_size(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -118,7 +132,7 @@ def test_the_summary_has_the_published_size(tmp_path: Path) -> None:
     assert "note: data.train is null" in text
     assert "8,030,261,248 (8.03 B)" in text and "524,288 per step (64 sequences of 8,192)" in text
     assert "32: tensor 4 x pipeline 2 x data 4, zero 1" in text
-    facts = json.loads(call("config", "check", str(path), "--json").out)["summary"]
+    facts = json.loads(call("config", "check", str(path), "--elsewhere", "--json").out)["summary"]
     memory = facts["memory_bytes"]
     parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
     assert memory["total"] == sum(memory[part] for part in parts)

@@ -196,20 +196,40 @@ def check(
         check_device(given, pick_device(given.run.device, environment()))
     sizing = given.data.train is None
     checked = check_without_data if sizing else check_machine
-    resolved = resolve(given, layout, None if elsewhere else checked(given))
-    ranks = per_pipeline_rank(resolved)
-    facts = summary(resolved, ranks)
+    vocab = None if elsewhere else checked(given)
+    resolved = resolve(given, layout, vocab)
+    planned, planned_here = given, resolved
+    if given.run.device == "auto" and not elsewhere and not gpu_visible():  # where it would be trained
+        planned = given.model_copy(update={"run": given.run.model_copy(update={"device": "cpu"})})
+        planned_here = resolve(planned, layout, vocab)
+    ranks = per_pipeline_rank(planned_here)
+    facts = summary(planned_here, ranks)
     sizes = facts["degrees"]
     tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
     answer(
         as_json,
         {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
         f"{path}: valid for {counted(layout.world, 'rank')}{degrees_text(sizes)}",
-        *summary_lines(given, resolved, ranks),
+        *summary_lines(planned, planned_here, ranks),
         *([NO_DATA] if sizing else []),
         *_of_bytes(given),
+        *([] if planned is given else [_NO_GPU]),
+        *_warmup(given),
         *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),
     )
+
+
+_NO_GPU = "note: no GPU is visible here: memory and format are those of this CPU (--elsewhere: of a GPU)"
+
+
+def _warmup(config: Config) -> list[str]:
+    """A note where the learning rate never reaches ``optimizer.lr``."""
+    warmup, steps = config.lr_schedule.warmup, config.run.steps
+    if warmup < steps:
+        return []
+    return [
+        f"note: lr_schedule.warmup {warmup} is not below run.steps {steps}: the rate never reaches its peak"
+    ]
 
 
 def _of_bytes(config: Config) -> list[str]:

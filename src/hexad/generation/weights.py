@@ -48,10 +48,10 @@ class Weights:
                     yield rectangle, values, declared.declaration.frozen
 
     def chunks(self) -> list[Chunk]:
-        """The pieces, as a checkpoint fills them."""
+        """The pieces, as a checkpoint fills them. They are rounded to their format, as for evaluation."""
         return [
-            Chunk(rectangle.named(f"model.{rectangle.name}"), values.zero_(), rounded=frozen)
-            for rectangle, values, frozen in self.pieces()
+            Chunk(rectangle.named(f"model.{rectangle.name}"), values.zero_(), rounded=True)
+            for rectangle, values, _ in self.pieces()
         ]
 
     def pack(self) -> None:

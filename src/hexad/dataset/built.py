@@ -95,15 +95,15 @@ Identity = Sequence[str]
 
 
 def identities(prefixes: Iterable[str]) -> dict[str, Identity]:
-    """What identifies data sets, by absolute prefix, in JSON's types.
+    """What identifies data sets that :func:`open_built` has opened, by absolute prefix, in JSON's types.
 
     Raises:
-        HexadError: one is not what was built, or cannot be read.
+        HexadError: one cannot be read.
     """
 
     def of(prefix: str) -> Identity:
         with reporting(prefix):
-            sidecar = read_sidecar(prefix)
+            sidecar = stored_sidecar(prefix)
             return [identity(prefix), ((sidecar and sidecar.checksums) or {}).get(".bin", "")]
 
     return {str(Path(prefix).absolute()): of(prefix) for prefix in prefixes}

@@ -4,13 +4,14 @@ is a world of one; in a world of several ranks all of them call the same functio
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from hexad.config import Config, HexadError, pythonic
 from hexad.engine.evaluation import Progress, Score, evaluate_weights
-from hexad.engine.scoring import Scorer, check_sequence
+from hexad.engine.scoring import Scorer, beyond_positions, check_sequence
 from hexad.generation.generator import Generator
 from hexad.generation.prompts import Prompt
 from hexad.generation.texts import Continuation, Settings, asked, wanted
@@ -20,6 +21,8 @@ from hexad.model.configuration import load_config
 from hexad.planning.saved_model import evaluated_model, find_model, scored_model
 from hexad.training.callbacks import Callback, Outcome
 from hexad.training.loop import train as train_run
+
+log = logging.getLogger("hexad")
 
 __all__ = ["evaluate", "generate", "score", "train"]
 
@@ -138,5 +141,8 @@ def score(
     saved = scored_model(find_model(str(source)), overrides, environment().world)
     for number, ids in enumerate(sequences, 1):
         check_sequence(ids, f"sequence {number}", int(saved.config.model.vocab), saved.most_positions)
+    longest = max(map(len, sequences), default=1)
+    if (warning := beyond_positions(longest, saved.positions)) is not None and not environment().rank:
+        log.warning(warning)
     with launch(saved.config) as run:
         return Scorer(run.resolved, run.mesh, saved.weights).scores(sequences)

@@ -123,6 +123,15 @@ def test_files_that_cannot_be_used(single: RunFile, tmp_path: Path) -> None:
     assert (tmp_path / "o").read_text() == ""
 
 
+def test_sequences_beyond_the_models_length_are_reported(single: RunFile, tmp_path: Path) -> None:
+    for length, reported in ((17, False), (18, True)):  # the model was made for 16 tokens, and predicts one
+        (tmp_path / "in.jsonl").write_text(json.dumps({"tokens": [1] * length}))
+        files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+        result = call("score", str(single.directory), *files)
+        warning = "warning: a sequence reaches 17 positions, the model was made for 16 (model.max_positions)"
+        assert result.status == 0 and (warning in result.err) == reported
+
+
 def test_sequences_in_one_microbatch() -> None:
     made = Microbatch.of_sequences([[1, 2, 3], [4], [5, 6]], 4, [2, 1, 1], {"weight": [[0.5], [], [2.0]]})
     assert made.tokens.tolist() == [[1, 2, 5, 0]]

@@ -195,6 +195,12 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"max_tokens": 1.5}, "max_tokens", "max_tokens: found 1.5"),
     ("completions", {"max_tokens": 10**9}, "max_tokens", "exceed the model's 48"),
     ("completions", {"max_tokens": True}, "max_tokens", "max_tokens: found True"),
+    (
+        "chat/completions",
+        {"max_tokens": 3, "max_completion_tokens": 4},
+        "max_tokens",
+        "max_tokens: found 3 bes",
+    ),
     ("completions", {"temperature": -1}, "temperature", "temperature: found -1"),
     ("completions", {"temperature": "hot"}, "temperature", "temperature"),
     ("completions", {"temperature": [1]}, "temperature", "temperature"),

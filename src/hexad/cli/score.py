@@ -45,6 +45,7 @@ def score(source: str, nproc: int, exact: bool, **options: Any) -> int:
     KEY=VALUE overrides the checkpoint's settings, as in parallel.tensor=2 or precision.dtype=fp32;
     data.sequence x batch.micro tokens are computed at a time.
     """
+    from hexad.engine.scoring import beyond_positions
     from hexad.launching.environment import environment
     from hexad.planning.saved_model import find_model, scored_model
 
@@ -54,7 +55,10 @@ def score(source: str, nproc: int, exact: bool, **options: Any) -> int:
     # Refuse what is wrong before any rank is started.
     saved = scored_model(request["source"], request["overrides"], ranks)
     _check_files(request["file"], request["output"])
-    request["rows"] = sum(1 for _ in _sequences(request["file"], saved))
+    lengths = [len(ids) for _, ids, _ in _sequences(request["file"], saved)]
+    request["rows"] = len(lengths)
+    if (warning := beyond_positions(max(lengths, default=1), saved.positions)) is not None:
+        click.echo(f"warning: {warning}", err=True)
     return run_ranks("score", request, nproc)
 
 

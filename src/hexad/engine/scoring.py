@@ -108,6 +108,14 @@ def _groups(lengths: Sequence[int], most: int) -> Iterator[range]:
         yield range(begin, len(lengths))
 
 
+def beyond_positions(tokens: int, positions: int) -> str | None:
+    """A warning about a sequence of so many tokens, if the model was made for fewer."""
+    if tokens - 1 <= positions:
+        return None
+    made = f"the model was made for {positions} (model.max_positions)"
+    return f"a sequence reaches {tokens - 1} positions, {made}"
+
+
 def check_sequence(ids: Sequence[int], name: str, vocab: int, positions: int | None) -> None:
     """See whether a sequence can be scored.
 

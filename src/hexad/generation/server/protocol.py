@@ -172,6 +172,9 @@ class ChatRequest(_Common):
     def check(self) -> None:
         """See there."""
         super().check()
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            other = f"beside max_completion_tokens {self.max_completion_tokens}"
+            raise ConfigError("max_tokens", f"found {self.max_tokens} {other}; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise ConfigError("top_logprobs", "found without logprobs: true; add it")
 

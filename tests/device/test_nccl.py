@@ -340,8 +340,9 @@ def _other_buckets(rank: int) -> Any:
 
 
 def _no_norm(rank: int) -> Any:
-    def reduce(tensor: Any, axis: Any) -> Any:
-        return tensor if rank == 1 and axis.name == "pipeline" else comm.all_reduce(tensor, axis)
+    def reduce(tensor: Any, axis: Any, operator: str = "sum") -> Any:
+        left_out = rank == 1 and axis.name == "pipeline" and operator == "sum"
+        return tensor if left_out else comm.all_reduce(tensor, axis, operator)
 
     return mock.patch.object(optimizer, "all_reduce", reduce)
 

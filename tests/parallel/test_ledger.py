@@ -64,9 +64,9 @@ def _measure(config: Config) -> dict[str, int]:
 
 
 def _data_bytes(gradients: int, data: int) -> int:
-    """Ring all-reduce of every gradient, and of the loss; targets are counted on the hosts. The norm is sent
-    by the first rank."""
-    return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8)) + (data - 1) * 4 // data
+    """Ring all-reduce of every gradient, of the loss, and of the norm, whose maximum counts; targets are counted
+    on the hosts."""
+    return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8, 4))
 
 
 def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) -> int:
@@ -84,7 +84,7 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
         passes = layers * 4 + 1 + 1
         per_microbatch = passes * 2 * (tensor - 1) * activation // tensor
     per_microbatch += sum(2 * (tensor - 1) * tokens * n * 4 // tensor for n in (1, 2))  # maximum; sum, target
-    norm = sum(sent_bytes(operation, tensor, 4) for operation in ("all_reduce", "broadcast"))
+    norm = 2 * sent_bytes("all_reduce", tensor, 4)  # its squares; the number that all ranks take
     return microbatches * per_microbatch + 2 * (tensor - 1) * partial // tensor + norm
 
 
@@ -115,8 +115,8 @@ def test_what_layers_send(
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}
     partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]
-    once = sum(sent_bytes("all_reduce", *part) for part in (*partial, (tensor, 4)))  # the last is the norm's
-    once += sent_bytes("broadcast", tensor, 4)
+    norm = [(tensor, 4)] * 2  # its squares; the number that all ranks take
+    once = sum(sent_bytes("all_reduce", *part) for part in (*partial, *norm))
     for sent in pool.run(tensor, _measure, config):
         assert sent["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
 
@@ -213,8 +213,8 @@ def test_pipeline_bytes(
     if v_shaped:
         boundaries = [4] * pipeline
         boundaries[0] = boundaries[-1] = 2
-    scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4))  # the loss; the norm
-    scalars += (pipeline - 1) * 4 // pipeline
+    # The loss; the norm's squares, and the number that all ranks take.
+    scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4, 4))
     weight = 256 // tensor * hidden * 4
     for rank, sent in enumerate(pool.run(tensor * pipeline, _measure, config)):
         stage = rank // tensor
@@ -242,9 +242,7 @@ def test_no_gradients_are_sent_to_frozen_stages(pool: Pool, schedule: str, train
     placement = [*range(pipeline), *(reversed(range(pipeline)) if schedule == "zb_v" else range(pipeline))][
         :stages
     ]
-    scalars = (
-        sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4)) + (pipeline - 1) * 4 // pipeline
-    )
+    scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4, 4))
     for rank, of_rank in enumerate(pool.run(pipeline, _measure, build_config(tree))):
         sent = 0
         for stage, owner in enumerate(placement):

@@ -135,9 +135,10 @@ def test_words_record_and_message_are_written_before_the_watchdog_aborts(
 
 def test_torch_s_own_dump_goes_to_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
-    watch.enable_flight_recorder(tmp_path, 100_000)
+    watch.enable_flight_recorder(tmp_path, 100_000, timeout=900.5)
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight-recorder" / "rank_")
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"  # the user's
+    assert int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) == 1021  # above the collectives' timeout
     assert os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"] == "100000"  # 1,000 calls of the store per second
 
 

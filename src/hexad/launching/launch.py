@@ -289,7 +289,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
     store = None
     if here.world > 1:
         if device.type == "cuda":
-            watch.enable_flight_recorder(config.run.dir, layout.world)
+            watch.enable_flight_recorder(config.run.dir, layout.world, config.run.timeout)
         store = _join(here, layout.world, device, config.run.timeout)
     idle = here.world - layout.world if here.rank == 0 else 0
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import os
 import pickle
 import threading
@@ -22,13 +23,15 @@ from .files import withdraw_error, write_error
 
 _FOLDER, _PREFIX = "flight-recorder", "rank_"
 _ENTRIES = 2000
+_HEARTBEAT = 480
+"""torch's own limit for the heartbeat of NCCL's watchdog, in seconds."""
 
 
-def enable_flight_recorder(run_dir: str | Path, ranks: int) -> None:
+def enable_flight_recorder(run_dir: str | Path, ranks: int, timeout: float) -> None:
     """Let NCCL's process groups record their collectives, and torch's watchdog write them into ``run_dir``.
 
     To be called before the first group is made. Variables that the user has set are left as they are.
-    ``ranks``: of the world.
+    ``ranks``: of the world; ``timeout``: of its collectives, in seconds.
     """
     prefix = str(Path(run_dir).absolute() / _FOLDER / _PREFIX)
     for name, value in (
@@ -37,6 +40,9 @@ def enable_flight_recorder(run_dir: str | Path, ranks: int) -> None:
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         # Each rank asks the store, in this interval, whether another one is writing: 1,000 calls/s at most.
         ("TORCH_NCCL_COORD_CHECK_MILSEC", str(max(1000, ranks))),
+        # A watchdog that is silent for so long ends the process: not before a collective is out of time, and
+        # the watch has reported it.
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(max(_HEARTBEAT, math.ceil(timeout) + _HEARTBEAT // 4))),
         ("TORCH_FR_DUMP_TEMP_FILE", prefix),
         ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
     ):

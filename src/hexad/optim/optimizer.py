@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexad.comm import Pending, all_reduce, broadcast, streams
+from hexad.comm import Pending, all_reduce, streams
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket, Shardings
 from hexad.parallel.inventory import Grid
@@ -101,7 +101,7 @@ class BucketOptimizer:
 
         Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
         once, and is summed over it too, in parts, so that all ranks see a NaN of any. Groups of ranks may add
-        up in different orders: the first rank's number counts, so that no replica is clipped by another one.
+        up in different orders: the largest number counts, so that no replica is clipped by another one.
         """
         total = self._norm.new_zeros(1)
         for grid, sharding in self.sharding.items():
@@ -113,7 +113,7 @@ class BucketOptimizer:
             total += part
         norm = all_reduce(total, self.pipeline)[0].sqrt()
         for axis in self._axes:
-            norm = broadcast(norm, axis)
+            norm = all_reduce(norm, axis, "max")
         return norm
 
     def _squares(self, grid: Grid) -> dict[int, Tensor]:

@@ -64,8 +64,8 @@ def _measure(config: Config) -> dict[str, int]:
 
 
 def _data_bytes(gradients: int, data: int) -> int:
-    """Ring all-reduce of every gradient, of the loss, and of the norm, whose maximum counts; targets are counted
-    on the hosts."""
+    """Ring all-reduce of every gradient, of the loss, and of the norm, whose maximum counts; targets are
+    counted on the hosts."""
     return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8, 4))
 
 

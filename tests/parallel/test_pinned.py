@@ -62,10 +62,19 @@ def test_exactly_what_is_needed_is_locked_and_given_back(monkeypatch: pytest.Mon
     assert pinned(torch.empty(0)).numel() == 0 and not runtime.locked
 
 
-def test_the_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_locked_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one warning, at the start of a run: copies from and to it are waited for."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Runtime(error=2))
-    with pytest.raises(RuntimeError, match=r"4000 bytes failed with error 2; raise the limit .*ulimit -l"):
-        pinned(torch.zeros(1000))
+    limited = CudaStreams(torch.device("cuda", 0))
+    with caplog.at_level(logging.WARNING, "hexad"):
+        limited.try_pinning()
+        tensor = torch.ones(1000)
+        assert limited.pinned(tensor) is tensor and tensor.sum() == 1000
+    (record,) = caplog.records
+    assert record.getMessage().startswith("67108864 bytes of the host's memory cannot be locked")
+    assert "ulimit -l" in record.getMessage()
 
 
 def test_a_gpu_has_the_same_streams_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hexad import Layout, Mesh, load_config
+from hexad.comm import streams
 from hexad.config import AgreedError, HexadError
 from hexad.engine import language
 from hexad.launching import launch, rendezvous
@@ -249,3 +250,14 @@ def test_a_first_rank_that_is_not_there_is_reported_in_one_line(
         result = make_run().train("parallel.tensor=2", "run.timeout=1")
     assert result.status == 2 and f"rendezvous at {address}:" in result.error and problem in result.error
     assert len(result.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("asynchronous", "offload"), [(True, "none"), (False, "optimizer"), (False, "none")])
+def test_a_run_tries_to_lock_memory_before_it_starts(
+    asynchronous: bool, offload: str, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(streams.Streams, "try_pinning", lambda self: tried.append(1))
+    run = make_run(run={"steps": 1}, checkpoint={"asynchronous": asynchronous}, memory={"offload": offload})
+    assert run.train().status == 0
+    assert bool(tried) == (asynchronous or offload != "none")

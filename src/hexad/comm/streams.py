@@ -4,6 +4,7 @@ A GPU is asked for work that it does later, in the order of a stream. What is do
 computing one, or by the host, is ordered here and in :mod:`.collectives` alone.
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger("hexad")
+
+_PROBE = 2**26
+"""Bytes: more than the usual limit of locked memory."""
 SAVING = "saving"
 """The stream that a checkpoint's values are copied on, joined before they change."""
 REPLICAS = "replicas"
@@ -41,12 +46,15 @@ class Streams:
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Lock a host tensor's memory, so that copies between it and the device run beside computation;
-        returns the tensor, which has a storage of its own.
-
-        Raises:
-            RuntimeError: the driver refuses, most often for the limit of locked memory (``ulimit -l``).
+        returns the tensor, which has a storage of its own. Where the driver refuses, most often for the limit
+        of locked memory (``ulimit -l``), the memory stays as it is: copies are correct, but the host waits
+        for them. That is logged once.
         """
         return tensor
+
+    def try_pinning(self) -> None:
+        """Lock some memory for a moment, so that a limit is reported before it matters."""
+        self.pinned(torch.empty(_PROBE, dtype=torch.uint8))
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
         """The tensor on the device, for which the host does not wait."""
@@ -65,6 +73,7 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._named: dict[str, torch.cuda.Stream] = {}
+        self._refused = False
 
     @contextmanager
     def beside(self, name: str) -> Any:
@@ -99,10 +108,8 @@ class CudaStreams(Streams):
         address = storage.data_ptr()
         error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
         if error:
-            raise RuntimeError(
-                f"cudaHostRegister of {storage.nbytes()} bytes failed with error {error}; raise the limit of "
-                "locked memory (ulimit -l), or use memory.offload: none and checkpoint.asynchronous: false"
-            )
+            self._report(storage.nbytes(), error)
+            return tensor
 
         def unlock() -> None:
             with suppress(RuntimeError):  # the GPU has failed
@@ -111,6 +118,17 @@ class CudaStreams(Streams):
 
         weakref.finalize(storage, unlock)
         return tensor
+
+    def _report(self, nbytes: int, error: int) -> None:
+        with suppress(RuntimeError, AssertionError):  # the error stays until a call reports it
+            torch.zeros(1, device=self._device)
+        if not self._refused:
+            self._refused = True
+            text = (
+                "%d bytes of the host's memory cannot be locked (cudaHostRegister: error %d): steps wait for "
+                "copies of checkpoints and of offloaded state; raise the limit of locked memory (ulimit -l)"
+            )
+            log.warning(text, nbytes, error)
 
     def moved(self, tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.device.type == "cpu":

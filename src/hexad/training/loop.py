@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hexad.checkpoint.kept_tokenizer import training_templates
-from hexad.comm import CommError, merged
+from hexad.comm import CommError, merged, streams
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.config.schema import prefixes
 from hexad.dataset.built import Identity, identities
@@ -84,6 +84,8 @@ class Trainer:
         self.loader, self.validation = run.agreed(self._opened)
         data = run.agreed(self._data_identities)
         run.identical("data", [sampled for sampled, _ in data.values()])
+        if config.checkpoint.asynchronous or config.memory.offload != "none":
+            streams.of(mesh.device).try_pinning()
         self.engine = self._make_engine()
         self.saves = Saves(run, self.engine, data)
         # Per token, without attention and with that of complete sequences; linear in between.

@@ -51,6 +51,7 @@ READ_AT_START = ("PYTHON", "OMP_", "MKL_", "ATEN_", "LD_", "TORCH_LOGS")
 ROOT = Path(__file__).parents[1]
 _EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _GIVEN = _EXECUTE.__code__.co_varnames[1:]
+_EXECV = os.execv
 _PIPES = slice(_GIVEN.index("p2cread"), _GIVEN.index("errwrite") + 1)
 
 
@@ -120,6 +121,14 @@ def _execute_as_fork(process: subprocess.Popen[Any], *arguments: Any) -> None:
     process.pid = _forked(lambda: _become(start.request, start.streams))
     process._child_created = True  # type: ignore[attr-defined]
     process._close_pipe_fds(*arguments[_PIPES])  # type: ignore[attr-defined]
+
+
+def _execv_as_fork(path: str, words: Sequence[str]) -> None:
+    """``os.execv`` inside a fork: the same process goes on as another Python program."""
+    if (found := _program(list(words))) is None:
+        _EXECV(path, words)
+    else:
+        _become(_request(*found), (0, 1, 2))
 
 
 class _Start:
@@ -379,6 +388,7 @@ def _close_all_but(descriptors: Sequence[int]) -> None:
 def _status_of(execute: Callable[..., None], program: str, arguments: list[str], given: Sequence[int]) -> int:
     """The exit status of a program, whose uncaught exception is printed."""
     subprocess.Popen._execute_child = _execute_as_fork  # type: ignore[attr-defined]
+    os.execv = _execv_as_fork  # type: ignore[assignment]
     try:
         execute(program, arguments, given[3:])
     except SystemExit as ending:

@@ -32,44 +32,48 @@ def uncollected() -> AbstractContextManager[Callable[[int], object]]:
 
 def work(descriptor: int) -> None:
     """Do one job after the other, as they come over a pipe."""
-    import torch.distributed as dist
-
     from hexad.training import loop
 
     loop.collected_by_step = uncollected  # type: ignore[assignment]
     pipe = Connection(descriptor)
-    while True:
-        try:
-            job = pipe.recv()
-        except EOFError:  # the tests have ended
-            return
-        rank, world, store, backend, timeout, function, arguments = job
-        try:
-            if store is not None and world > 1:
-                if backend == "staged":
-                    from . import staged  # noqa: F401  # registers it
-                meeting = dist.FileStore(store, world)
-                dist.init_process_group(
-                    backend,
-                    store=meeting,
-                    rank=rank,
-                    world_size=world,
-                    timeout=timedelta(seconds=timeout),
-                )
-                # A rank whose function fails at once would leave while others still connect to it.
-                meeting.set(f"joined {rank}", "")
-                meeting.wait([f"joined {other}" for other in range(world)], timedelta(seconds=timeout))
-                del meeting
-            pipe.send((True, function(*arguments)))
-        except BaseException as error:
-            pipe.send((False, (error.__class__.__name__, str(error), traceback.format_exc())))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            else:  # a world that was not set up has counted as a group, and groups meet by their number
-                dist.distributed_c10d._world.group_count = 0
-            gc.collect()  # an engine is a web of references that would keep its groups' threads
-            gc.freeze()
+    with suppress(EOFError, BrokenPipeError):  # the tests have ended
+        while True:
+            _answer(pipe, *pipe.recv())
+
+
+def _answer(
+    pipe: Connection,
+    rank: int,
+    world: int,
+    store: str | None,
+    backend: str,
+    timeout: float,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Call a function as a rank of a new world, or of one that it makes itself, and send what it returns."""
+    import torch.distributed as dist
+
+    try:
+        if store is not None and world > 1:
+            if backend == "staged":
+                from . import staged  # noqa: F401  # registers it
+            meeting, limit = dist.FileStore(store, world), timedelta(seconds=timeout)
+            dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=limit)
+            # A rank whose function fails at once would leave while others still connect to it.
+            meeting.set(f"joined {rank}", "")
+            meeting.wait([f"joined {other}" for other in range(world)], limit)
+            del meeting
+        pipe.send((True, function(*arguments)))
+    except BaseException as error:
+        pipe.send((False, (error.__class__.__name__, str(error), traceback.format_exc())))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        else:  # a world that was not set up has counted as a group, and groups meet by their number
+            dist.distributed_c10d._world.group_count = 0
+        gc.collect()  # an engine is a web of references that would keep its groups' threads
+        gc.freeze()
 
 
 class _Worker:

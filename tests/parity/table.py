@@ -40,8 +40,8 @@ first; both require less than {TOLERANCE:.0e}.
 
 All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are
 deliberately irregular: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only,
-samples that lose most of their targets, documents of one token. Half of the models multiply in five chunks
-(`parallel.tensor_chunks`). Worlds have at most 8 ranks, so data 4 x
+samples that lose most of their targets, documents of one token. Half of the models multiply in five chunks,
+two on 8 ranks (`parallel.tensor_chunks`). Worlds have at most 8 ranks, so data 4 x
 tensor 4 is not among them.
 """
 

@@ -187,7 +187,7 @@ def test_tensorboard(make_run: MakeRun) -> None:
     assert "comm_bytes/tensor" in events.Tags()["scalars"]
 
 
-def test_the_time_is_known_once_the_run_has_made_steps(make_run: MakeRun) -> None:
+def test_the_time_is_known_once_the_run_has_made_steps(make_run: MakeRun, pool: Pool) -> None:
     run = make_run()
     path, more = str(run.path), "run.steps=1000"
     facts = json.loads(call("config", "check", path, "--json").out)["summary"]
@@ -203,7 +203,7 @@ def test_the_time_is_known_once_the_run_has_made_steps(make_run: MakeRun) -> Non
         assert (facts["steps_left"], facts["step_seconds"]) == (995, None)
         assert "\ntime" not in call("config", "check", path, more, other).out
     # In another layout: of its own steps only.
-    run.train("run.steps=7", "parallel.data=2")
+    assert run.world(pool, 2, "run.steps=7", "parallel.data=2") == [(0, "")] * 2
     facts = json.loads(call("config", "check", path, more, "parallel.data=2", "--json").out)["summary"]
     assert facts["step_seconds"] == median(line["step_seconds"] for line in run.metrics[5:])
 

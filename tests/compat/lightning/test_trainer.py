@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ... import forks
 from ...pool import Pool, RankError
 from .program import differences, fitted, launched, strategy_of, trainer_of
 
@@ -294,9 +295,10 @@ if __name__ == "__main__":
 def test_processes_of_a_notebook(tmp_path: Path, method: str) -> None:
     """Ranks that are forked or spawned: weights return to the script, as with DDPStrategy."""
     (tmp_path / "script.py").write_text(FORKING)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    command = [sys.executable, "script.py", method]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    # A new interpreter finds the tests' modules by this path, a fork has it.
+    variables = {"PYTHONPATH": str(Path(__file__).parents[3])} if method == "spawn" else {}
+    environment, command = {**os.environ, **variables}, [sys.executable, "script.py", method]
+    done = forks.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     message = f"found start_method='{method}' with a Classifier, of which every process has its own part"
     assert message in done.stdout

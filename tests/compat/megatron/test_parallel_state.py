@@ -53,7 +53,11 @@ def expert_facts(degrees: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "cp", "ep", "etp"),
-    [(2, 2, 1, 2, 1), (2, 1, 2, 2, 2), (1, 2, 1, 1, None), (4, 2, 1, 1, None)],
+    [
+        (2, 2, 1, 2, 1),
+        (1, 2, 1, 1, None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1, 2, 2, 2), (4, 2, 1, 1, None))),
+    ],
 )
 def test_expert_groups(pool: Pool, tp: int, pp: int, cp: int, ep: int, etp: int | None) -> None:
     degrees = {

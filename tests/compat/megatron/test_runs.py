@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ...training.command import call
+from ...training.command import Process, call
 from . import lines
 from .test_translate import SMALL, without
 
@@ -79,7 +79,7 @@ def test_published_line_runs(tmp_path: Path, name: str, monkeypatch: pytest.Monk
         keys = {"gradient_clipping": 1.0, "zero_optimization": {"stage": 0}, "steps_per_print": 2000}
         (tmp_path / "ds_config.json").write_text(json.dumps(keys))
     save = tmp_path / "run"
-    result = call("megatron", "--", *line_of(name, save))
+    result = Process.hexad(["megatron", "--", *line_of(name, save)], tmp_path).wait()
     assert result.status == 0, result.err
     metrics = [json.loads(record) for record in (save / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [1, 2]

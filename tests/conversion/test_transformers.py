@@ -87,7 +87,7 @@ def refusal(kind: Kind) -> str:
     ("folder", "world", "message"),
     [
         ("gpt_neox", 3, "query_key_value is colwise: found 4 heads of 24 features, which do not divide by 3"),
-        ("esmc", 2, "plan: found that of esmc, whose forward pass does not fit it"),
+        ("esmc", 2, "plan: layers.0.self_attn.q_norm (EsmcLayerNorm) would not compute a rank's part"),
         ("llama", 4, "k_proj is colwise: found 2 heads of 8 features, which do not divide by 4 tensor ranks"),
     ],
 )

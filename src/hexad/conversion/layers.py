@@ -115,11 +115,12 @@ def convert(module: nn.Module, kind: Any, shard: Shard, **attributes: Any) -> No
     one that ``kind`` replaces."""
     vars(module).update(shard=shard, declarations={}, **attributes)
     own: Any = type(module)
-    module.__class__ = _class(own, kind)
+    module.__class__ = class_of(own, kind)
 
 
 @cache
-def _class(own: type[Any], kind: type[Any]) -> type[Any]:
+def class_of(own: type[Any], kind: type[Any]) -> type[Any]:
+    """``kind``, or a subclass of a module's own class whose base class computes as ``kind``."""
     if issubclass(kind, own):
         return kind
     return type(f"{kind.__name__}_{own.__name__}", (own, kind), {"__module__": __name__})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from hexad.topology.mesh import Mesh
 
 from . import layers
 from .styles import Entry, entries
+from .trial import LAYERS, Attributes, Plan, Trial, set_attributes, tops
 
 Module = TypeVar("Module", bound=nn.Module)
 HALVES = 2
@@ -25,9 +26,6 @@ HALVES = 2
 MISSING = {kind: {"**.mlp.act_fn": "partial"} for kind in ("apertus", "apertus1p5_text")}
 """What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
 which each rank sees its features."""
-
-UNFIT = ("doge", "esmc", "neomme")
-"""Types of models that cannot compute with the shards of their own plan, in ``transformers`` neither."""
 
 
 def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
@@ -63,6 +61,8 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
                 broadcast(values.view(-1).view(torch.uint8), mesh.tensor)
             tensor.data = values
     work.carry_out()
+    for path, trial in work.trials:
+        trial.at_first_call(module.get_submodule(path))
     return module
 
 
@@ -112,11 +112,6 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
             "plan={'layers.*.up': 'column', 'layers.*.down': 'row', ...}"
         )
     kind = str(getattr(getattr(module, "config", None), "model_type", ""))
-    if kind in UNFIT:
-        raise HexadError(
-            f"plan: found that of {kind}, whose forward pass does not fit it (transformers' own tensor "
-            "parallel fails too); pass plan={...}, or use data parallel ranks"
-        )
     return {**plan, **MISSING.get(kind, {})}
 
 
@@ -146,6 +141,8 @@ class _Work:
         mesh: of the run.
         shard: of this rank.
         inputs: of all layers.
+        attributes: of modules that have numbers of heads or features: those of this rank.
+        trials: of modules that are tried when they are called, with their paths.
     """
 
     module: nn.Module
@@ -153,6 +150,8 @@ class _Work:
     mesh: Mesh
     shard: Shard
     inputs: layers.Inputs
+    attributes: Attributes = field(default_factory=dict)
+    trials: Sequence[tuple[str, Trial]] = ()
 
     @classmethod
     def of(cls, module: nn.Module, chosen: list[Entry], mesh: Mesh) -> _Work:
@@ -180,7 +179,45 @@ class _Work:
         for entry in work.chosen:
             work._check(entry)
         _check_sharing(module, work.chosen)
-        return work
+        return work._tried() if work.ranks > 1 else work
+
+    def _tried(self) -> _Work:
+        """With what follows from a pass without values.
+
+        Raises:
+            HexadError: a rank would not compute its part of what one process computes.
+        """
+        attributes: dict[tuple[str, str], int] = {}
+        later = []
+        for path in tops(self.module, [entry.name for entry in self.chosen]):
+            trial = self._trial(path)
+            numbers = trial.attributes()
+            if numbers is None:
+                later.append((path, trial))
+            for (inner, name), number in (numbers or {}).items():
+                attributes[_joined(path, inner), name] = number
+        return replace(self, attributes=attributes, trials=later)
+
+    def _trial(self, path: str) -> Trial:
+        """That of a module inside the model, or of the model (an empty path)."""
+        top = self.module.get_submodule(path)
+        chosen = [
+            Entry(entry.name.removeprefix(_joined(path, "")), entry.style)
+            for entry in self.chosen
+            if entry.name.startswith(_joined(path, ""))
+        ]
+        computed = [entry for entry in chosen if entry.style != "all_reduce"]
+
+        def divide(copy: nn.Module) -> None:
+            replace(self, module=copy, chosen=computed, inputs=layers.Inputs(self.shard)).carry_out()
+
+        styles = {
+            entry.name: entry.style
+            for entry in chosen
+            if entry.style in LAYERS and not _owner(top, entry.name)
+        }
+        device = self.mesh.device
+        return Trial(top, Plan(styles, self.ranks, self.shard.sequence, divide), path, device)
 
     @property
     def ranks(self) -> int:
@@ -264,6 +301,7 @@ class _Work:
 
     def carry_out(self) -> None:
         """Convert the modules."""
+        set_attributes(self.module, self.attributes)
         done: dict[Tensor, Parameter] = {}
         for entry in self.chosen:
             owner = _owner(self.module, entry.name)
@@ -360,6 +398,10 @@ def _dim_of(entry: Entry, parameter: Tensor) -> int | None:
     """The dim along which a plan divides a parameter that is no layer's; None if it does not."""
     dims = {"colwise": max(parameter.dim() - 2, 0), "rowwise": parameter.dim() - 1}
     return dims.get(entry.style)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _error(entry: Entry, found: str, expected: str) -> HexadError:

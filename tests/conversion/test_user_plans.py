@@ -1,0 +1,101 @@
+"""Plans of users: the loss and the gradients of one process, or one line before anything changes."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hexad import HexadError, Layout, Mesh, parallelize
+
+from ..layers import CPU
+from ..pool import Pool
+from .user_plans import CASES, Case, built, results
+
+SIZES = ((2, 12), (3, 7), (1, 4))
+MORE_SIZES = ((1, 1), (2, 2), (4, 3), (5, 8), (7, 5))
+
+
+def complete(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of undivided weights."""
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = gradients.get(name, torch.zeros_like(parameter))
+    state = {name: values.clone() for name, values in model.state_dict().items() if name in weights}
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+    return state
+
+
+def measured(case: Case, model: nn.Module, sizes: Any) -> list[tuple[float, Tensor, dict[str, Tensor]]]:
+    rows = []
+    for size in sizes:
+        loss, x, gradients = results(case, model, *size)
+        rows.append((loss, x, complete(model, gradients)))
+    return rows
+
+
+def unchanged(model: nn.Module) -> dict[str, Any]:
+    """What a refusal leaves as it is."""
+    return {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+
+
+def of_a_rank(name: str, sizes: Any) -> Any:
+    """The results, or the refusal."""
+    case = CASES[name]
+    world, model = dist.get_world_size(), built(case)
+    mesh = Mesh.create(Layout(world=world, tensor=world), CPU)
+    before = unchanged(model)
+    try:
+        parallelize(model, mesh, case.plan)
+        return measured(case, model, sizes)
+    except HexadError as error:
+        if case.call.__name__ != "of_dicts":
+            after = unchanged(model)
+            assert after.keys() == before.keys()
+            for path, (kind, attributes) in before.items():
+                assert after[path][0] is kind and after[path][1].keys() == attributes.keys()
+                assert all(after[path][1][key] is value for key, value in attributes.items())
+        return str(error)
+
+
+def on_ranks(names: list[str], sizes: Any) -> dict[str, Any]:
+    return {name: of_a_rank(name, sizes) for name in names}
+
+
+def check(name: str, rank: Any, sizes: Any) -> None:
+    case = CASES[name]
+    if case.refusal:
+        assert isinstance(rank, str), f"{name}: not refused"
+        assert case.refusal in rank and "\n" not in rank, f"{name}: {rank}"
+        return
+    assert not isinstance(rank, str), f"{name}: {rank}"
+    whole = built(case)
+    for one, other in zip(measured(case, whole, sizes), rank, strict=True):
+        assert other[0] == pytest.approx(one[0], rel=1e-10), name
+        torch.testing.assert_close(other[1], one[1], rtol=1e-9, atol=1e-11)
+        assert other[2].keys() == one[2].keys()
+        for weight, gradient in one[2].items():
+            torch.testing.assert_close(
+                other[2][weight], gradient, rtol=1e-9, atol=1e-10, msg=f"{name}: {weight}"
+            )
+
+
+def test_plans_of_users(pool: Pool) -> None:
+    names = list(CASES)
+    ranks = pool.run(2, on_ranks, names, SIZES)
+    for name in names:
+        assert not CASES[name].refusal or ranks[0][name] == ranks[1][name]
+        for rank in ranks:
+            check(name, rank[name], SIZES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_plans_of_users_in_more_sizes(world: int, pool: Pool) -> None:
+    names = [name for name, case in CASES.items() if world == 2 or not name.startswith("grouped")]
+    ranks = pool.run(world, on_ranks, names, SIZES + MORE_SIZES)
+    for name in names:
+        for rank in ranks:
+            check(name, rank[name], SIZES + MORE_SIZES)

@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexad.model import exact_ops, ops
+from hexad.config import ConfigError
+from hexad.model import exact_attention, exact_ops, ops
 from hexad.model.exact_attention import Run, attend_run, on_grid
-from hexad.model.positions import Rotary
-from hexad.parallel import exact
+from hexad.model.positions import Rotary, _powers
+from hexad.parallel import exact, exact_inventory
+from hexad.parallel.exact_inventory import Blocks
 from hexad.parallel.tensor.loss import token_losses_
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool
-from ..small import config_of
+from ..small import config_of, engine_of
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -133,7 +135,7 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 def _rotary(x: Tensor) -> Tensor:
-    rotary = Rotary(config_of(model={"head_dim": 34}).model, torch.device("cpu"), exact=True)
+    rotary = Rotary(config_of(model={"head_dim": 34}).model, torch.device("cpu"), exactly=True)
     positions = x[:, 0].abs().mul(100).long()  # what a row's factors are of
     return torch.cat(rotary.factors(positions, lambda: positions, x.dtype), dim=2).flatten(1)
 
@@ -191,9 +193,9 @@ def test_blocks_of_any_size_give_the_same(
 ) -> None:
     function, x = ROW_WISE[name], values(301, 46, dtype=dtype)
     made = function(x)
-    monkeypatch.setattr(exact, "elements_at_a_time", lambda cpu: 7 * 46)
-    monkeypatch.setattr(exact, "columns_at_a_time", lambda inputs: 5)
-    monkeypatch.setattr(exact, "ROWS", 13)
+    small = Blocks(7 * 46, 13, 5, 5 * 46, 99)
+    for module in (exact, exact_inventory, exact_attention):
+        monkeypatch.setattr(module, "blocks", lambda cpu: small)
     assert torch.equal(function(x), made)
 
 
@@ -297,3 +299,45 @@ def test_other_instructions_give_the_same_bits() -> None:
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
     result = subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, **older})
     assert result.stdout.strip() == digest(), result.stderr
+
+
+def test_sines_and_cosines_are_those_of_numbers_of_200_digits() -> None:
+    """To 1.5 units in the last place, and as float32 the nearest; also close to multiples of pi / 2."""
+    mpmath = pytest.importorskip("mpmath")
+    generator = torch.Generator().manual_seed(0)
+    angles = [
+        torch.randn(200, generator=generator, dtype=torch.float64) * 10.0**power for power in range(-6, 8)
+    ]
+    x = torch.cat([*angles, torch.arange(-40, 40, dtype=torch.float64) * (math.pi / 4), torch.zeros(1)])
+    with mpmath.workprec(200):
+        for values, function in zip(exact.cos_sin(x), (mpmath.cos, mpmath.sin)):
+            for angle, value in zip(x.tolist(), values.tolist()):
+                true = function(mpmath.mpf(angle))
+                assert abs(value - true) <= 1.5 * math.ulp(float(true))
+            nearest = torch.tensor([float(function(mpmath.mpf(angle))) for angle in x.tolist()])
+            assert torch.equal(values.float(), nearest)
+    assert all(torch.equal(exact.cos_sin(x[n : n + 3])[0], exact.cos_sin(x)[0][n : n + 3]) for n in range(50))
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1e6, 10.5])
+def test_periods_are_correctly_rounded(theta: float) -> None:
+    mpmath = pytest.importorskip("mpmath")
+    places = torch.arange(0, 128, 2).float() / 128
+    with mpmath.workprec(200):
+        true = [float(mpmath.power(theta, place)) for place in places.tolist()]
+    assert torch.equal(_powers(theta, places), torch.tensor(true, dtype=torch.float64).float())
+
+
+def test_arithmetic_that_is_not_exact_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    exact.check_arithmetic(device)
+    assert torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(ConfigError, match=r"precision\.exact: found that float32 numbers near 0 are"):
+            engine_of(config_of(precision={"dtype": "fp32", "exact": True}))
+    finally:
+        torch.set_flush_denormal(False)
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, y: multiply(x.float(), y.float()).to(x.dtype))
+    with pytest.raises(ConfigError, match=r"precision\.exact: found that products of float64 on this device"):
+        exact.check_arithmetic(device)

@@ -154,7 +154,7 @@ def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
         logits[limited] = logits[limited].masked_fill(logits[limited] < least, -torch.inf)
     probabilities = logits.softmax(-1)
     if cut := [row for row, sampling in enumerate(settings) if sampling.top_p < 1]:
-        ordered, places = probabilities[cut].sort(dim=-1, descending=True)
+        ordered, places = probabilities[cut].sort(dim=-1, descending=True, stable=True)
         limits = column([settings[row].top_p for row in cut])
         # A token stays if those before it do not reach top_p yet; the likeliest always stays.
         before = ordered.cumsum(-1, dtype=torch.float64) - ordered

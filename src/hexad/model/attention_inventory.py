@@ -183,7 +183,7 @@ class AttentionSpec(BranchSpec):
         here = pairs * run.ring
         wide = here // run.sequences * 8 // run.byte
         sharing = self.heads // run.tensor // run.ulysses // groups
-        scores = scores_bytes(sharing, groups, run.length // run.ring, run.length, run.byte)
+        scores = scores_bytes(sharing, groups, run.length // run.ring, run.length, run.byte, run.cpu)
         several = run.sequences > 1 or run.isolate or run.ring > 1  # whose outputs are joined
         core = max(
             here + wide + scores, here + q if several else 0, pairs + 2 * here - q if run.ring > 1 else 0

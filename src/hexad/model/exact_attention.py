@@ -19,7 +19,7 @@ from hexad.parallel import exact
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.rounds import segments
 from hexad.parallel.context.slice import Slice
-from hexad.parallel.exact_inventory import SCORES, parts_of
+from hexad.parallel.exact_inventory import Blocks, blocks, parts_of
 from hexad.topology.mesh import Axis
 
 _WEIGHT_UNIT = 2.0**-31
@@ -186,7 +186,7 @@ def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
     the last token at least -> ``[tokens, heads, width]``."""
     groups = kept.keys.shape[1]
     wide, heads, out = Wide.of(kept.part(None)), q.shape[1] // groups, torch.empty_like(q)
-    for begin, end, first, last in _tiles(len(q), heads, groups, run):
+    for begin, end, first, last in _tiles(len(q), heads, groups, run, blocks(q.device.type == "cpu")):
         position = torch.arange(run.position + begin, run.position + end, device=q.device)[None]
         seen = position + 1 if run.window is None else (position + 1).clamp(max=run.window)
         low = run.origin if run.window is None else max(run.origin, run.position + begin + 1 - run.window)
@@ -198,17 +198,19 @@ def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
     return out
 
 
-def _tiles(tokens: int, heads: int, groups: int, run: Run) -> Iterator[tuple[int, int, int, int]]:
+def _tiles(
+    tokens: int, heads: int, groups: int, run: Run, sizes: Blocks
+) -> Iterator[tuple[int, int, int, int]]:
     """Queries, first and end, and key/value heads with ``heads`` heads each, such that there are about
-    :data:`SCORES` scores: of many queries, which share the work of a key, before several heads."""
+    :attr:`Blocks.scores`: of many queries, which share the work of a key, before several heads."""
     begin = 0
     while begin < tokens:
         seen = run.position + begin + 1
         keys = seen if run.window is None else min(seen, run.window)
         # The last of n queries sees n - 1 keys more than the first.
-        queries = (math.isqrt(keys * keys + 4 * (SCORES // heads)) - keys) // 2
-        end = min(tokens, begin + min(256, max(1, queries)))
-        several = max(1, SCORES // (heads * (keys + end - begin) * (end - begin)))
+        queries = (math.isqrt(keys * keys + 4 * (sizes.scores // heads)) - keys) // 2
+        end = min(tokens, begin + min(sizes.rows, max(1, queries)))
+        several = max(1, sizes.scores // (heads * (keys + end - begin) * (end - begin)))
         for first in range(0, groups, several):
             yield begin, end, first, min(groups, first + several)
         begin = end

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hexad.config.model import ModelSettings, RopeScaling
+from hexad.parallel import exact
 from hexad.parallel.context.slice import Slice
 from hexad.parallel.context.spans import Spans
 
@@ -77,13 +79,17 @@ class Rotary:
     Args:
         model: whose positions.
         device: of the factors.
-        exact: they do not depend on what is computed beside them, not even in the last bit.
+        exactly: they depend neither on what is computed beside them nor on the machine, not even in the last
+            bit.
     """
 
-    def __init__(self, model: ModelSettings, device: torch.device, exact: bool = False) -> None:
-        self._exact = exact
+    def __init__(self, model: ModelSettings, device: torch.device, exactly: bool = False) -> None:
+        self._exact = exactly
         width, scaling = model.rotary_width, model.rope_scaling
-        periods = model.rope_theta ** (torch.arange(0, width, 2).float() / width)  # tokens per radian
+        places = torch.arange(0, width, 2).float() / width
+        periods = (
+            _powers(model.rope_theta, places) if exactly else model.rope_theta**places
+        )  # tokens per radian
         frequencies, long = 1.0 / periods, None
         self._short = 0
         self._amplitude = 1.0 if scaling is None else _amplitude(scaling)
@@ -116,22 +122,18 @@ class Rotary:
             frequencies = torch.where((lengths() > self._short)[:, None, None], self._long, frequencies)
         angles = (positions.float()[:, None, None] * frequencies).double()
         cos, sin = (
-            part.float() for part in (_one_by_one(angles) if self._exact else (angles.cos(), angles.sin()))
+            part.float() for part in (exact.cos_sin(angles) if self._exact else (angles.cos(), angles.sin()))
         )
         if self._amplitude != 1.0:
             cos, sin = cos * self._amplitude, sin * self._amplitude
         return cos.to(dtype), sin.to(dtype)
 
 
-def _one_by_one(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of float64 angles, by the C library: vectorised ones differ in their last bit with an
-    element's place."""
-    values = angles.flatten().tolist()
-    cos, sin = (
-        torch.tensor([function(value) for value in values], dtype=torch.float64, device=angles.device)
-        for function in (math.cos, math.sin)
-    )
-    return cos.view_as(angles), sin.view_as(angles)
+def _powers(base: float, exponents: Tensor) -> Tensor:
+    """Powers of a number, correctly rounded to float32: C libraries differ in the last bit."""
+    with localcontext(prec=40):
+        powers = [float(Decimal(base) ** Decimal(exponent)) for exponent in exponents.tolist()]
+    return torch.tensor(powers, dtype=torch.float64).float()
 
 
 def _amplitude(scaling: RopeScaling) -> float:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from hexad.config.model import ModelSettings
 from hexad.config.schema import ParallelSettings
+from hexad.parallel import exact
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice
 from hexad.parallel.context.spans import Spans
@@ -139,6 +140,8 @@ class Transformer(nn.Module):
             tied = self.embedding.weight
         if stage.positions is not None:
             self.positions = Positions(stage.positions, shard)
+        if shard.exact:
+            exact.check_arithmetic(shard.device)
         if stage.rotary:
             self.rotary = Rotary(model, shard.device, shard.exact)
         self.loss: nn.Module | None = None  # a user's

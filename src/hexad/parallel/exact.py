@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from hexad.comm import all_reduce
+from hexad.config import ConfigError
 from hexad.topology.mesh import Axis
 
-from .exact_inventory import ROWS, columns_at_a_time, elements_at_a_time, parts_of
+from .exact_inventory import blocks, columns_at_a_time, parts_of
 from .pointwise import widened
 
 DIGITS = 53
@@ -35,11 +36,38 @@ Total = Callable[[Tensor], Tensor]
 """Adds up what the ranks of an axis have."""
 
 
+def check_arithmetic(device: torch.device) -> None:
+    """Refuse arithmetic whose results are not those of IEEE 754, and products of float64 that are emulated
+    with fewer digits.
+
+    Raises:
+        ConfigError: naming what was found.
+    """
+    if device.type == "meta":
+        return
+    for dtype in (torch.float32, torch.float64):
+        least = torch.tensor([torch.finfo(dtype).smallest_normal], dtype=dtype, device=device)
+        if not bool(least * 0.5):
+            problem = f"found that {str(dtype).removeprefix('torch.')} numbers near 0 are flushed to it"
+            raise ConfigError(
+                "precision.exact", f"{problem}; call torch.set_flush_denormal(False), or set false"
+            )
+    size = 16 if device.type == "cpu" else 256  # large products only are emulated
+    numbers = torch.arange(size * size).view(size, size) * 31_337 % 2**22 + 1
+    product = torch.mm(numbers.to(device, torch.float64), numbers.t().to(device, torch.float64))
+    if not torch.equal(product.cpu().long(), numbers @ numbers.t()):
+        raise ConfigError(
+            "precision.exact",
+            f"found that products of float64 on this device ({device.type}) are not exact; if they are "
+            "emulated, turn that off (CUBLAS_EMULATE_DOUBLE_PRECISION=0), or set false",
+        )
+
+
 def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """What ``function`` makes of the rows of all tensors (the elements of their first dim, of which none
     depends on another), some at a time, so that what it needs for a moment stays small."""
     first = tensors[0]
-    rows = max(1, elements_at_a_time(first.device.type == "cpu") // max(1, first[:1].numel()))
+    rows = max(1, blocks(first.device.type == "cpu").elements // max(1, first[:1].numel()))
     if first.dim() == 1 or rows >= len(first):
         return function(*tensors)
     y: Tensor | None = None
@@ -200,12 +228,13 @@ def _multiply(
     digits = Digits.of(x.dtype, x.shape[1] * axis.size)
     unit = top(x, axis) * 2.0 ** (1 - digits.part)
     tops = None if weight.dtype == torch.float64 else top(weight, axis) * 2.0 ** (1 - digits.weight)
-    step = columns_at_a_time(weight.shape[1])
+    cpu = x.device.type == "cpu"
+    step, rows_at_a_time = columns_at_a_time(weight.shape[1], cpu), blocks(cpu).rows
     for begin in range(0, len(weight), step):
         columns = slice(begin, begin + step)
         turned = (weight[columns] if tops is None else _rounded(weight[columns], tops[columns])).t()
-        for first in range(0, len(x), ROWS):
-            rows = slice(first, first + ROWS)
+        for first in range(0, len(x), rows_at_a_time):
+            rows = slice(first, first + rows_at_a_time)
             pieces = _pieces(x[rows], unit[rows], digits)
             take(rows, columns, torch.mm(pieces, turned).chunk(digits.parts))
             del pieces
@@ -279,6 +308,59 @@ def log(x: Tensor) -> Tensor:
     return n * math.log(2) + y * u * 2
 
 
+_QUARTERS = float.fromhex("0x1.45f306dc9c883p-1")  # 2 / pi
+_HALF_PI = tuple(
+    map(
+        float.fromhex,
+        ("0x1.921fb54p+0", "0x1.10b46p-30", "0x1.1a6263p-54", "0x1.8a2e03707344ap-81"),
+    )
+)
+"""``pi / 2`` as a sum; the first three have 27 digits, so that multiples of them below ``2^26`` are exact."""
+_SIN = (
+    1.58969099521155010221e-10,
+    -2.50507602534068634195e-08,
+    2.75573137070700676789e-06,
+    -1.98412698298579493134e-04,
+    8.33333333332248946124e-03,
+    -1.66666666666666324348e-01,
+)
+_COS = (
+    -1.13596475577881948265e-11,
+    2.08757232129817482790e-09,
+    -2.75573143513906633035e-07,
+    2.48015872894767294178e-05,
+    -1.38888888888741095749e-03,
+    4.16666666666666019037e-02,
+)
+"""Of the polynomials of sine and cosine up to ``pi / 4`` in fdlibm (Sun Microsystems, 1993), the highest
+power first."""
+
+
+def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of float64 angles up to ``2^26``, to about one unit in the last place: C libraries
+    differ between versions."""
+    shift = 1.5 * 2.0 ** (DIGITS - 1)
+    n = x.mul(_QUARTERS).add_(shift).sub_(shift)
+    r = x.clone()
+    for part in _HALF_PI:
+        r.sub_(n * part)
+    square = r * r
+    sine, cosine = square * _SIN[0], square * _COS[0]
+    for place in range(1, len(_SIN)):
+        sine.add_(_SIN[place]).mul_(square)
+        cosine.add_(_COS[place]).mul_(square)
+    sine.mul_(r).add_(r)
+    cosine.mul_(square).sub_(square * 0.5).add_(1.0)
+    quarter = n.long() & 3
+    odd = (quarter & 1).bool()
+    swapped_cos, swapped_sin = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    negative_cos, negative_sin = ((quarter + 1) & 2).bool(), (quarter & 2).bool()
+    return (
+        torch.where(negative_cos, -swapped_cos, swapped_cos),
+        torch.where(negative_sin, -swapped_sin, swapped_sin),
+    )
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + e^-x)`` of float32."""
     return 1.0 / (exp(-x) + 1.0)
@@ -304,7 +386,7 @@ def log_normaliser(
     """
     highest = all_reduce(logits.amax(-1, keepdim=True), axis, "max")
     total, unit = highest.double(), 2.0 ** (digits_of(vocab) + 1 - DIGITS)
-    rows = max(1, elements_at_a_time(logits.device.type == "cpu") // max(1, logits.shape[1]))
+    rows = max(1, blocks(logits.device.type == "cpu").elements // max(1, logits.shape[1]))
     for part, high, sums in zip(logits.split(rows), highest.split(rows), total.split(rows)):
         exponentials = exp(part - high)
         sums.copy_(row_sum(exponentials.double(), unit))

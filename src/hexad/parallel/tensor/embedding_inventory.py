@@ -122,7 +122,7 @@ class HeadSpec:
         behind = 2 * states if slices > 1 else 0
         most = max(wide + ahead + behind, logits + product + ahead + 2 * states)
         if run.exact:
-            logits_made = logits + product_bytes(rows, hidden, columns, byte)
+            logits_made = logits + product_bytes(rows, hidden, columns, byte, run.cpu)
             normaliser = logits * run.widening + function_bytes(rows * columns, run.cpu, NORMALISER)
             most = max(most, max(normaliser, logits_made) + ahead + behind)
         return run.stream(hidden) + most, run.stream(hidden) + logits + 3 * states

@@ -318,7 +318,7 @@ class LinearSpec:
         if not run.exact:
             return 0
         inputs, widths = self.local(run)[0], self._widths(run)
-        product = max(product_bytes(run.tokens, inputs, outputs, run.byte) for outputs in widths)
+        product = max(product_bytes(run.tokens, inputs, outputs, run.byte, run.cpu) for outputs in widths)
         if not self.row:
             copied = run.whole(max(widths)) if len(widths) > 1 else 0
             return run.gathered(self.inputs) + max(copied + product, self._exact_adapters(run))
@@ -336,7 +336,9 @@ class LinearSpec:
             return 0
         widths = (self._width(name, run) for name in self.adapters.outputs)
         rank = self.adapters.kind.rank
-        products = (run.whole(width) + product_bytes(run.tokens, rank, width, run.byte) for width in widths)
+        products = (
+            run.whole(width) + product_bytes(run.tokens, rank, width, run.byte, run.cpu) for width in widths
+        )
         return self.dropping(run) + max(products)
 
     def rounded(self, run: Execution) -> int:

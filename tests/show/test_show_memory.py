@@ -58,11 +58,18 @@ def test_whether_it_fits_is_said_everywhere(path: str, tmp_path: Path) -> None:
     for size, fits in ((need, True), (need - 1, False)):
         facts = document_of("memory", path, "--device", f"{size}B")["device"]
         margin = size - need
+        assert facts.pop("needed") == {"tensors": need, "reserved": 0, "context": 0, "communicators": 0}
         assert facts == {"name": f"{size}B", "capacity": size, "fits": fits, "margin": margin}
     usable = 79.1 * 2**30
     facts = document_of("memory", path, "--device", "H100")["device"]
-    assert facts["fits"] and facts["margin"] == pytest.approx(usable - need, abs=1)
-    assert "fits: yes, 0.00 of 79.10 GiB on h100" in text_of("memory", path, "--device", "h100")
+    # Of a GPU by name also what the allocator, CUDA and NCCL take: here of the tensor axis, and of the
+    # pipeline with its two directions.
+    others = {"reserved": int(0.145 * need), "context": 600 * 2**20, "communicators": 4 * 500 * 2**20}
+    assert facts["needed"] == {"tensors": need, **others}
+    assert facts["fits"] and facts["margin"] == pytest.approx(usable - need - sum(others.values()), abs=1)
+    text = " ".join(text_of("memory", path, "--device", "h100").split())
+    parts = "tensors 0.00, 0.00 reserved besides, 0.59 of CUDA, 1.95 of NCCL"
+    assert f"fits: yes, 2.54 of 79.10 GiB on h100 ({parts})" in text
     assert "fits: no, " in text_of("memory", path, "--device", "100KB")
     labels = labels_of("memory", path, "--device", "a100-40gb", file=tmp_path / "memory.svg")
     assert "a100-40gb: 39.30 GiB" in labels and any("fits: yes" in label for label in labels)

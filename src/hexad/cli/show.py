@@ -35,6 +35,7 @@ from hexad.show.memory import (
     memory_json,
     memory_text,
     memory_title,
+    needed,
     serving_json,
     serving_text,
 )
@@ -435,7 +436,8 @@ def memory_command(
         return
     resolved, plan, ranks = planned(settings, world, rank, target)
     tree = partial(memory_json, resolved, plan, ranks, target)
-    figure = partial(memory_figure, ranks, memory_title(resolved), target)
+    need = None if target is None else needed(resolved, ranks, target)
+    figure = partial(memory_figure, ranks, memory_title(resolved), target, need)
     _present(as_json, output, tree, figure, partial(memory_text, resolved, plan, ranks, target))
 
 

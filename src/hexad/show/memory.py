@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from hexad.planning import Resolved
+from hexad.planning.device_memory import DeviceMemory, device_memory
 from hexad.planning.memory import MemoryPlan, largest
 from hexad.planning.serving import ServingPlan, cache_tokens
 from hexad.topology.devices import Gpu
@@ -77,16 +78,28 @@ def memory_json(
     tree = {"dtype": resolved.config.precision.dtype, **plan.as_tree(), "pipeline": totals}
     if device is None:
         return tree
-    margin = device.capacity - largest(ranks).total
+    need = needed(resolved, ranks, device)
+    margin = device.capacity - need.total
     facts = {"name": device.name, "capacity": device.capacity, "fits": margin >= 0, "margin": margin}
-    return {**tree, "device": facts}
+    return {**tree, "device": {**facts, "needed": need._asdict()}}
 
 
-def _verdict(ranks: Sequence[MemoryPlan], device: Device) -> str:
+def needed(resolved: Resolved, ranks: Sequence[MemoryPlan], device: Device) -> DeviceMemory:
+    """What the rank that needs the most needs on a device; of one that is only a size, its tensors."""
+    most = largest(ranks).total
+    if device.gpu is None:
+        return DeviceMemory(most, 0, 0, 0)
+    return device_memory(most, resolved.layout, resolved.config.parallel.replicas)
+
+
+def verdict(need: DeviceMemory, device: Device) -> str:
     """The statement whether the run fits, with the margin."""
-    need = largest(ranks).total
-    margin = device.capacity - need
-    sizes = f"{need / _GIB:,.2f} of {device.capacity / _GIB:,.2f} GiB on {device.name}"
+    margin = device.capacity - need.total
+    sizes = f"{need.total / _GIB:,.2f} of {device.capacity / _GIB:,.2f} GiB on {device.name}"
+    if need.total > need.tensors:
+        others = f"{need.reserved / _GIB:,.2f} reserved besides, {need.context / _GIB:,.2f} of CUDA"
+        nccl = f", {need.communicators / _GIB:,.2f} of NCCL" if need.communicators else ""
+        sizes += f" (tensors {need.tensors / _GIB:,.2f}, {others}{nccl})"
     part = f"{abs(margin) / _GIB:,.2f} GiB ({abs(margin) / device.capacity:.0%} of the device)"
     return f"fits: yes, {sizes}, {part} left" if margin >= 0 else f"fits: no, {sizes}, {part} too much"
 
@@ -110,7 +123,10 @@ def memory_text(
         table.add_row("in host memory", f"{plan.host / _GIB:,.{digits}f}")
     peak = f"rank {plan.rank}, at its peak: {plan.action}"
     return Group(
-        memory_title(resolved), peak, table, *([_verdict(ranks, device)] if device is not None else [])
+        memory_title(resolved),
+        peak,
+        table,
+        *([verdict(needed(resolved, ranks, device), device)] if device is not None else []),
     )
 
 
@@ -134,9 +150,14 @@ def _shown(ranks: Sequence[MemoryPlan]) -> list[dict[str, int]]:
 
 
 @styled
-def memory_figure(ranks: Sequence[MemoryPlan], title: str = "", device: Device | None = None) -> Figure:
+def memory_figure(
+    ranks: Sequence[MemoryPlan],
+    title: str = "",
+    device: Device | None = None,
+    need: DeviceMemory | None = None,
+) -> Figure:
     """A stacked bar of GiB for each of ``ranks``, one per pipeline coordinate, with the memory of ``device``
-    as a line."""
+    as a line; ``need``: on it, from :func:`needed`."""
     from matplotlib.figure import Figure
 
     shown = _shown(ranks[:MOST_BARS])
@@ -164,8 +185,8 @@ def memory_figure(ranks: Sequence[MemoryPlan], title: str = "", device: Device |
     omitted = f"; the first {MOST_BARS} of {len(ranks)}" if len(ranks) > MOST_BARS else ""
     axes.set_xlabel(f"rank (one per pipeline coordinate{omitted})")
     axes.set_ylabel("GiB")
-    verdict = f"\n{_verdict(ranks, device)}" if device is not None else ""
-    figure.suptitle(f"Predicted peak memory: {title}{verdict}", x=0.01, ha="left", fontsize=9.5)
+    fits = f"\n{verdict(need, device)}" if device is not None and need is not None else ""
+    figure.suptitle(f"Predicted peak memory: {title}{fits}", x=0.01, ha="left", fontsize=9.5)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), reverse=True, frameon=False)
     return figure
 

@@ -27,7 +27,7 @@ test: setup  ## the default tests (about 6 minutes on two cores)
 durations: setup  ## record how long the default tests take: the longest files begin
 	$(MAKE) test TESTS=--record-durations
 
-test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/8
+test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/12
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu' $(SLICE:%=--slice %)
 
 test-gpu: setup  ## tests and speed on this machine's GPUs, in one report

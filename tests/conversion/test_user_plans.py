@@ -1,5 +1,7 @@
-"""Plans of users: the loss and the gradients of one process, or one line before anything changes."""
+"""Plans of users, for models of their own and of ``transformers``: the loss and the gradients of one
+process, or one line before anything changes."""
 
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +13,10 @@ from hexad import HexadError, Layout, Mesh, parallelize
 
 from ..layers import CPU
 from ..pool import Pool
+from .foreign_plans import FOREIGN, loss_of
 from .user_plans import CASES, Case, built, results
+
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 SIZES = ((2, 12), (3, 7), (1, 4))
 MORE_SIZES = ((1, 1), (2, 2), (4, 3), (5, 8), (7, 5))
@@ -64,11 +69,11 @@ def on_ranks(names: list[str], sizes: Any) -> dict[str, Any]:
     return {name: of_a_rank(name, sizes) for name in names}
 
 
-def check(name: str, rank: Any, sizes: Any) -> None:
+def check(name: str, rank: Any, sizes: Any, refusal: str) -> None:
     case = CASES[name]
-    if case.refusal:
+    if refusal:
         assert isinstance(rank, str), f"{name}: not refused"
-        assert case.refusal in rank and "\n" not in rank, f"{name}: {rank}"
+        assert refusal in rank and "\n" not in rank, f"{name}: {rank}"
         return
     assert not isinstance(rank, str), f"{name}: {rank}"
     whole = built(case)
@@ -88,14 +93,60 @@ def test_plans_of_users(pool: Pool) -> None:
     for name in names:
         assert not CASES[name].refusal or ranks[0][name] == ranks[1][name]
         for rank in ranks:
-            check(name, rank[name], SIZES)
+            check(name, rank[name], SIZES, CASES[name].refusal)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_plans_of_users_in_more_sizes(world: int, pool: Pool) -> None:
-    names = [name for name, case in CASES.items() if world == 2 or not name.startswith("grouped")]
+    """With four ranks a rank has one head, and none of two heads of keys."""
+    names = list(CASES)
     ranks = pool.run(world, on_ranks, names, SIZES + MORE_SIZES)
     for name in names:
+        refusal = CASES[name].refusal
+        if world == 4:
+            refusal = "plan: " if refusal or name.startswith("grouped") else ""
         for rank in ranks:
-            check(name, rank[name], SIZES + MORE_SIZES)
+            check(name, rank[name], SIZES + MORE_SIZES, refusal)
+
+
+def of_a_foreign_model(name: str, sizes: Any) -> Any:
+    """The loss and gradients of each size, or the refusal."""
+    case, model = FOREIGN[name], FOREIGN[name].build()
+    if dist.is_initialized():
+        world = dist.get_world_size()
+        try:
+            parallelize(model, Mesh.create(Layout(world=world, tensor=world), CPU), case.plan)
+        except HexadError as error:
+            return str(error)
+    rows = []
+    for size in sizes:
+        model.zero_grad()
+        loss = loss_of(model, *size)
+        loss.backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        rows.append((float(loss.detach()), complete(model, gradients)))
+    return rows
+
+
+def check_foreign(name: str, pool: Pool, sizes: Any) -> None:
+    whole, refusal = of_a_foreign_model(name, sizes), FOREIGN[name].refusal
+    for rank in pool.run(2, of_a_foreign_model, name, sizes):
+        if refusal:
+            assert refusal in rank and "\n" not in rank
+            continue
+        for one, other in zip(whole, rank, strict=True):
+            assert other[0] == pytest.approx(one[0], rel=1e-9)
+            assert other[1].keys() == one[1].keys()
+            for weight, gradient in one[1].items():
+                torch.testing.assert_close(other[1][weight], gradient, rtol=1e-6, atol=1e-8, msg=weight)
+
+
+EVERY_TIME = ("opt", "bloom")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in EVERY_TIME else pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN]
+)
+def test_plans_for_models_of_transformers(name: str, pool: Pool) -> None:
+    check_foreign(name, pool, ((2, 8), (3, 7)))

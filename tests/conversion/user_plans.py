@@ -297,7 +297,7 @@ CASES: dict[str, Case] = {
     "grouped, every second": Case(lambda: Grouped(tiled=True), QKVO, "expected"),
     "grouped by torch": Case(lambda: GroupedByTorch(2), QKVO),
     "grouped, keys whole": Case(Grouped, {"q": "column", "o": "row"}, "expected"),
-    "one head of keys, whole": Case(OneKey, {"q": "column", "o": "row"}, OWN),
+    "one head of keys, whole": Case(OneKey, {"q": "column", "o": "row"}, "expected a rank's part"),
     "one head of keys, partial": Case(
         OneKey, {"q": "column", "o": "row", "k": "partial", "v": "partial"}, "found a 'partial' parameter"
     ),

@@ -17,8 +17,9 @@ from hexad.parallel.tensor import regions
 from hexad.topology.mesh import Mesh
 
 from . import layers
+from .recorder import LAYERS, Plan
 from .styles import Entry, entries
-from .trial import LAYERS, Attributes, Plan, Trial, set_attributes, tops
+from .trial import Attributes, Trial, set_attributes, tops
 
 Module = TypeVar("Module", bound=nn.Module)
 HALVES = 2

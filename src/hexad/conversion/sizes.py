@@ -336,14 +336,24 @@ def _product(operation: Operation, number: int) -> Parts:
     return _moved(operation, number, places)
 
 
+def _einsum(operation: Operation, number: int) -> Parts:
+    """A sum over dims by their letters."""
+    terms, _, result = operation.whole["equation"].replace(" ", "").partition("->")
+    places = (
+        {dim: result.index(letter) for dim, letter in enumerate(term) if letter in result}
+        for term in terms.split(",")
+    )
+    return _moved(operation, number, zip(operation.operands, places))
+
+
 def _attention(operation: Operation, number: int) -> Parts:
-    """Heads of queries with those of their keys and values."""
-    query, *others = operation.operands[:3]
-    if any(operand.parts != query.parts for operand in others):
+    """Heads of queries with those of their keys and values; tokens and widths are not divided."""
+    query, *others = operation.operands
+    if any(operand.parts != query.parts for operand in others[:2]):
         raise operation.misfit(number)
-    if number:
-        return dict.fromkeys(divided_dims(*operation.shapes[number], operation.ranks), 1)
-    return _moved(operation, number, [(operand, {0: 0, 1: 1}) for operand in operation.operands])
+    dims = len(operation.shapes[number][0])
+    moves = [{dim: dim + dims - len(o.whole) for dim in range(len(o.whole) - 2)} for o in operation.operands]
+    return _moved(operation, number, zip(operation.operands, moves))
 
 
 def _indexed(operation: Operation, number: int) -> Parts:
@@ -367,9 +377,6 @@ _FILLING = (
 _FILLING += (
     "ones_like full_like empty_like empty_permuted scalar_tensor rand randn rand_like randn_like bernoulli"
 )
-_ATTENTIONS = (
-    "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable"
-)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
     **dict.fromkeys(("permute", "transpose", "t"), _permuted),
@@ -377,9 +384,10 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "unbind"), _cut),
     **dict.fromkeys(("cat", "stack"), _joined),
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _product),
-    **dict.fromkeys((f"_scaled_dot_product_{kind}" for kind in _ATTENTIONS.split()), _attention),
     **dict.fromkeys(_FILLING.split(), _filled),
     **dict.fromkeys(("index", "_unsafe_index"), _indexed),
     "copy_": _by_place,
+    "einsum": _einsum,
+    "scaled_dot_product_attention": _attention,
 }
 """Of operations that are neither pointwise nor along dims."""

@@ -12,23 +12,20 @@ import itertools
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hexad.config import HexadError
 from hexad.parallel.sharding import declared_parameters
 
-from . import layers
-from .sizes import Gradient, Misfit, Operand, Operation, Parts, Shape
+from .recorder import LAYERS, Call, Composites, Plan, Recorder, tried
+from .sizes import Gradient, Misfit
 
 log = logging.getLogger("hexad")
 
@@ -44,239 +41,9 @@ WIDEST = 3
 """Numbers of features that are tried for hidden states."""
 OTHERS = 3
 """Arguments of a forward pass besides the first one that are guessed."""
-UNRECORDED = frozenset("clone detach alias lift_fresh _to_copy contiguous".split())
-"""Operations that return the same elements, and that may be left out where a tensor is contiguous."""
-LAYERS = {
-    "colwise": (0, 1),
-    "packed_colwise": (0, 2),
-    "colwise_gather_output": (0, 0),
-    "rowwise": (1, 0),
-    "packed_rowwise": (2, 0),
-    "rowwise_split_input": (0, 0),
-    "embedding_rowwise": (0, 0),
-    "embedding_colwise": (0, 0),
-    "all_reduce": (0, 0),
-}
-"""Style of a layer -> parts of the features that it takes and returns; 0: all ranks have all of them. What
-``all_reduce`` takes is not looked at."""
-
 Attributes = Mapping[tuple[str, str], int]
 """Path and attribute of a module -> this rank's number."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Call(NamedTuple):
-    """An operation of the undivided model.
-
-    Attributes:
-        name: of the operation, or the path of a layer that the plan names.
-        operands, results: shapes.
-        values: other arguments.
-        dtype: of the first result.
-    """
-
-    name: str
-    operands: list[Shape]
-    results: list[Shape]
-    values: dict[str, Any]
-    dtype: torch.dtype
-
-
-class Recorder(TorchDispatchMode):
-    """Records what the undivided model computes, or compares the divided model with that.
-
-    Args:
-        plan: styles by layer, ranks and sequence parallel.
-        reference: the calls of the undivided model; None to record them.
-
-    Attributes:
-        calls: of the undivided model.
-        place: how many of them have been compared.
-    """
-
-    def __init__(self, plan: Plan, reference: list[Call] | None = None) -> None:
-        super().__init__()
-        self.calls: list[Call] = [] if reference is None else reference
-        self._compares, self._plan = reference is not None, plan
-        self.place, self._paused = 0, False
-        self._states: dict[Any, tuple[Parts, Gradient]] = {}
-        self._alive: list[Tensor] = []
-        self._modules: list[str] = [""]
-
-    @property
-    def module(self) -> str:
-        """The path of the module that computes."""
-        return self._modules[-1]
-
-    @property
-    def complete(self) -> bool:
-        """All calls have been compared."""
-        return self.place == len(self.calls)
-
-    def expected(self) -> str:
-        """What the undivided model computes next."""
-        call = None if self.complete else self.calls[self.place]
-        return (
-            "" if call is None else f", expected shape {list(call.results[0])} of {call.name} or a part of it"
-        )
-
-    def watch(self, module: nn.Module) -> None:
-        """Follow a model from module to module."""
-        for name, part in module.named_modules():
-            part.register_forward_pre_hook(partial(self._begin, name))
-            part.register_forward_hook(self._end)
-
-    def _begin(self, name: str, *_: Any) -> None:
-        self._modules.append(name)
-
-    def _end(self, *_: Any) -> None:
-        self._modules.pop()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if results and not self._paused:
-            self._record(function, args, kwargs or {}, results)
-        return result
-
-    def _record(self, function: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
-        name = function.overloadpacket.__name__
-        schema = function._schema.arguments
-        values = {argument.name: argument.default_value for argument in schema}
-        values |= dict(zip(values, args)) | kwargs
-        tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-        if name in UNRECORDED:
-            for tensor in results:
-                self.mark(tensor, *self.state(tensors[0]))
-            return
-        name = "view" if name == "_unsafe_view" else name
-        values = tree_map(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, values)
-        shapes = [_shape(tensor) for tensor in results]
-        if not self._compares:
-            self.calls.append(Call(name, [_shape(t) for t in tensors], shapes, values, results[0].dtype))
-            return
-        call = self._next(name)
-        if len(call.operands) != len(tensors) or len(call.results) != len(shapes):
-            expected = f"{len(call.operands)} to {len(call.results)}"
-            raise Misfit(f"found {name} of {len(tensors)} tensors to {len(shapes)}, expected {expected}")
-        operands = [self._operand(tensor, whole) for tensor, whole in zip(tensors, call.operands)]
-        pointwise, pairs = torch.Tag.pointwise in function.tags, list(zip(call.results, shapes))
-        operation = Operation(name, pointwise, operands, call.values, values, pairs, self._plan.ranks)
-        for tensor, operand in zip(results, operation.results()):
-            self.mark(tensor, operand.parts, operand.gradient)
-
-    def _next(self, name: str) -> Call:
-        if self.complete or self.calls[self.place].name != name:
-            raise Misfit(f"found the operation {name}{self.expected() or ', expected none'}")
-        self.place += 1
-        return self.calls[self.place - 1]
-
-    def state(self, tensor: Tensor) -> tuple[Parts, Gradient]:
-        """The divided dims of a tensor, and its gradient."""
-        return self._states.get(_key(tensor), ({}, "none"))
-
-    def mark(self, tensor: Tensor, parts: Parts, gradient: Gradient) -> None:
-        """Record them; the tensor is kept, so that no other one gets its address."""
-        self._alive.append(tensor)
-        self._states[_key(tensor)] = parts, gradient
-
-    def _operand(self, tensor: Tensor, whole: Shape) -> Operand:
-        parts, gradient = self.state(tensor)
-        local = _shape(tensor)
-        if not parts and local != whole:
-            raise Misfit(f"found shape {list(local)}, expected {list(whole)}")
-        return Operand(whole, local, parts, gradient)
-
-    def layer(self, name: str, compute: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
-        """The result of a layer that the plan names: in the divided model only its shape."""
-        self._paused = True
-        try:
-            if self._compares:
-                return self._divided(name, inputs)
-            result = compute()
-            self.calls.append(Call(name, [_shape(x) for x in inputs], [_shape(result)], {}, result.dtype))
-            return result
-        finally:
-            self._paused = False
-
-    def _divided(self, name: str, inputs: Sequence[Tensor]) -> Tensor:
-        call, style = self._next(name), self._plan.styles[name]
-        (whole,) = call.results
-        takes, returns = self._plan.of_layer(style, len(whole))
-        for x, shape in zip(inputs, call.operands):
-            parts, gradient = self.state(x)
-            if takes is not None and (parts != takes or gradient == "summed"):
-                part = "a rank's part of " if takes else ""
-                raise Misfit(f"found an input of shape {list(x.shape)}, expected {part}{list(shape)}")
-        local = [size // self._plan.ranks if dim in returns else size for dim, size in enumerate(whole)]
-        result = torch.empty(local, dtype=call.dtype, device=inputs[0].device)
-        self.mark(result, returns, "none" if returns else "whole")
-        return result
-
-
-def _shape(tensor: Tensor) -> Shape:
-    return tuple(tensor.shape)
-
-
-def _key(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-class _Tried:
-    """A layer that the plan names, in a trial."""
-
-    recorder: Recorder
-    path: str
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As :meth:`Recorder.layer`."""
-        compute = partial(super().forward, *args, **kwargs)  # type: ignore[misc]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return self.recorder.layer(self.path, compute, inputs)
-
-
-@cache
-def _tried(kind: Any) -> Any:
-    """The class of a layer in a trial: what a subclass adds to that of ``torch.nn`` is computed."""
-    known = next((base for base in kind.__mro__ if base in _KINDS), kind)
-    return layers.class_of(kind, type(f"Tried{known.__name__}", (_Tried, known), {}))
-
-
-_KINDS = (
-    layers.ColumnLinear,
-    layers.RowLinear,
-    layers.RowEmbedding,
-    layers.ColumnEmbedding,
-    nn.Linear,
-    nn.Embedding,
-)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a plan says of a module's layers.
-
-    Attributes:
-        styles: by path, those of :data:`LAYERS`.
-        ranks: of the tensor axis.
-        sequence: sequence parallel.
-        divide: divides a copy of the module.
-    """
-
-    styles: Mapping[str, str]
-    ranks: int
-    sequence: bool
-    divide: Callable[[nn.Module], None]
-
-    def of_layer(self, style: str, dims: int) -> tuple[Parts | None, Parts]:
-        """Divided dims of the inputs and of the result, which has ``dims``; None: any."""
-        if style == "all_reduce":
-            return None, {}
-        takes, returns = ({dims - 1: parts} if parts else {} for parts in LAYERS[style])
-        tokens = {1: 1} if self.sequence else {}
-        if style in ("rowwise", "packed_rowwise", "embedding_rowwise"):
-            return takes, tokens
-        return tokens, returns
 
 
 class Trial:
@@ -407,7 +174,7 @@ class Trial:
         for path in self._plan.styles:
             layer = module.get_submodule(path)
             vars(layer).update(recorder=recorder, path=path)
-            layer.__class__ = _tried(type(layer))  # type: ignore[arg-type]
+            layer.__class__ = tried(type(layer))  # type: ignore[arg-type]
         summed = {id(d.parameter) for d in declared_parameters(module) if d.declaration.weights[0].partial}
         wholes = dict(self._module.named_parameters())
         with torch.no_grad(), _quiet(), FakeTensorMode():
@@ -424,7 +191,7 @@ class Trial:
                 recorder.mark(fakes.of(parameter), parts, "none" if parts else gradient)
             fakes.replace_all(module)
             recorder.watch(module)
-            with recorder:
+            with recorder, Composites(recorder):
                 return module(*args, **kwargs)
 
     # How a module may be called

@@ -14,7 +14,6 @@ import atexit
 import functools
 import gc
 import importlib
-import itertools
 import json
 import multiprocessing.util
 import os
@@ -298,7 +297,9 @@ def _line(connection: socket.socket) -> str:
 def serve(listener: socket.socket, alive: socket.socket) -> None:
     """Fork for every connection, and send how the fork has ended; end with the other side of ``alive``."""
     asked: dict[int, socket.socket] = {}  # process -> who waits for its end
-    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     with selectors.DefaultSelector() as selector:
@@ -380,9 +381,10 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 def _close_all_but(descriptors: Sequence[int]) -> None:
     """Close what is neither a standard stream nor among these."""
-    ends = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
-    for before, end in itertools.pairwise(ends):
-        os.closerange(before + 1, end)
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2 and number not in descriptors:
+            with suppress(OSError):  # that of the listing
+                os.close(number)
 
 
 def _status_of(execute: Callable[..., None], program: str, arguments: list[str], given: Sequence[int]) -> int:

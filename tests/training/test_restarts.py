@@ -88,7 +88,8 @@ def test_usr1_to_one_rank_stops_all(make_run: MakeRun, start: Start) -> None:
 def test_usr1_before_the_first_step(make_run: MakeRun, start: Start, moment: str) -> None:
     """It waits until the run can save, or ends it in one line."""
     run = make_run(run={"steps": 10**6})
-    process = start(run.arguments() if moment == "at once" else run.arguments("parallel.data=2"))
+    layout = () if moment == "at once" else ("parallel.data=2",)
+    process = start(run.arguments(*layout), interpreter=True)  # before it has imported anything
     if moment == "in a rank":
         while len(process.ranks()) < 2:
             assert process.popen.poll() is None

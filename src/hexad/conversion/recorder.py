@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
         if not self._compares:
             self.calls.append(Call(name, [_shape(t) for t in tensors], shapes, values, results[0].dtype))
             return
-        call = self._next(name)
+        call = self._expect(name)
         if len(call.operands) != len(tensors) or len(call.results) != len(shapes):
             expected = f"{len(call.operands)} to {len(call.results)}"
             raise Misfit(f"found {name} of {len(tensors)} tensors to {len(shapes)}, expected {expected}")
@@ -139,6 +139,7 @@ class Recorder(TorchDispatchMode):
         operation = Operation(name, pointwise, operands, call.values, values, pairs, self._plan.ranks)
         for tensor, operand in zip(results, operation.results()):
             self.mark(tensor, operand.parts, operand.gradient)
+        self.place += 1
 
     def composite(self, name: str, values: dict[str, Any], compute: Callable[[], Tensor]) -> Tensor:
         """The result of several operations, recorded as one."""
@@ -156,11 +157,15 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def _next(self, name: str) -> Call:
+    def _expect(self, name: str) -> Call:
+        """The call of the undivided model in this place.
+
+        Raises:
+            Misfit: it is another one.
+        """
         if self.complete or self.calls[self.place].name != name:
             raise Misfit(f"found the operation {name}{self.expected() or ', expected none'}")
-        self.place += 1
-        return self.calls[self.place - 1]
+        return self.calls[self.place]
 
     def state(self, tensor: Tensor) -> tuple[Parts, Gradient]:
         """The divided dims of a tensor, and its gradient."""
@@ -188,7 +193,7 @@ class Recorder(TorchDispatchMode):
             return result
 
     def _divided(self, name: str, inputs: Sequence[Tensor]) -> Tensor:
-        call, style = self._next(name), self._plan.styles[name]
+        call, style = self._expect(name), self._plan.styles[name]
         (whole,) = call.results
         takes, returns = self._plan.of_layer(style, len(whole))
         for x, shape in zip(inputs, call.operands):
@@ -199,6 +204,7 @@ class Recorder(TorchDispatchMode):
         local = [size // self._plan.ranks if dim in returns else size for dim, size in enumerate(whole)]
         result = torch.empty(local, dtype=call.dtype, device=inputs[0].device)
         self.mark(result, returns, "none" if returns else "whole")
+        self.place += 1
         return result
 
 

@@ -29,12 +29,8 @@ from .sizes import Gradient, Misfit
 
 log = logging.getLogger("hexad")
 
-HEADS = frozenset(
-    "num_heads n_head n_heads nheads num_head nhead heads h nh num_attention_heads n_attention_heads "
-    "num_key_value_heads num_kv_heads n_kv_heads n_kv_head n_local_heads n_local_kv_heads kv_heads "
-    "num_query_heads num_q_heads n_query_heads".split()
-)
-"""Attributes that are numbers of heads, where a module has divided layers."""
+NAMES, CHOICES = 8, 48
+"""Names of attributes that may be numbers of heads or features, and sets of them that are tried."""
 PRIMES = (7, 5, 11, 3, 13, 17, 19, 23, 29, 31, 37, 41)
 """Sizes of the batch and numbers of tokens."""
 WIDEST = 3
@@ -91,14 +87,13 @@ class Trial:
         handle = module.register_forward_pre_hook(check, with_kwargs=True)
 
     def _attributes(self, arguments: Arguments, calls: list[Call]) -> Attributes:
-        """The first numbers with which the divided module computes a rank's part.
+        """The smallest set of numbers with which the divided module computes a rank's part.
 
         Raises:
-            HexadError: there are none; the message is that of the module that gets furthest.
+            HexadError: there is none; the message is that of the set that gets furthest.
         """
         errors: list[tuple[int, HexadError]] = []
-        for heads, widths in ((False, False), (True, False), (True, True)):
-            attributes = dict(self._numbers(heads, widths))
+        for attributes in itertools.islice(self._choices(), CHOICES):
             recorder = Recorder(self._plan, calls)
             try:
                 self._compare(recorder, arguments, attributes)
@@ -108,22 +103,32 @@ class Trial:
                 return attributes
         raise max(errors, key=lambda pair: pair[0])[1]
 
-    def _numbers(self, heads: bool, widths: bool) -> Iterator[tuple[tuple[str, str], int]]:
-        """Of modules that have divided layers: numbers of heads, and of the features that are divided."""
+    def _choices(self) -> Iterator[Attributes]:
+        """Sets of numbers that may have to be divided, by name, from none to all: numbers of heads, features
+        or groups divide the size of a divided dim of a layer in the same module."""
+        numbers: dict[str, dict[tuple[str, str], int]] = {}
+        for parent, sizes in self._divided_sizes().items():
+            for inner, module in self._module.get_submodule(parent).named_modules():
+                path = ".".join(filter(None, (parent, inner)))
+                of_user = not type(module).__module__.startswith("torch.nn.")
+                for name, value in vars(module).items() if of_user else ():
+                    is_number = type(value) is int and value > 0 and value % self._plan.ranks == 0
+                    if is_number and any(size % value == 0 for size in sizes):
+                        numbers.setdefault(name, {})[path, name] = value // self._plan.ranks
+        names = list(numbers)[:NAMES]
+        for count in range(len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                yield {key: value for name in chosen for key, value in numbers[name].items()}
+
+    def _divided_sizes(self) -> dict[str, set[int]]:
+        """By the path of a module: the sizes of its layers' divided dims."""
         sizes: dict[str, set[int]] = {}
         for path, style in self._plan.styles.items():
             layer = self._module.get_submodule(path)
             for parts, name in zip(LAYERS[style], ("in_features", "out_features")):
-                sizes.setdefault(path.rpartition(".")[0], set()).update(
-                    {getattr(layer, name)} if parts else ()
-                )
-        for path, known in sizes.items():
-            for name, value in vars(self._module.get_submodule(path)).items():
-                chosen = (heads and known and name in HEADS) or (
-                    widths and type(value) is int and value in known
-                )
-                if chosen and type(value) is int and value % self._plan.ranks == 0:
-                    yield (path, name), value // self._plan.ranks
+                if parts:
+                    sizes.setdefault(path.rpartition(".")[0], set()).add(getattr(layer, name))
+        return sizes
 
     def _calls(self, arguments: Arguments) -> list[Call] | Exception:
         """What the undivided module computes; an error if it cannot be called so."""

@@ -196,16 +196,16 @@ class _Work:
             if numbers is None:
                 later.append((path, trial))
             for (inner, name), number in (numbers or {}).items():
-                attributes[_joined(path, inner), name] = number
+                attributes[".".join(filter(None, (path, inner))), name] = number
         return replace(self, attributes=attributes, trials=later)
 
     def _trial(self, path: str) -> Trial:
         """That of a module inside the model, or of the model (an empty path)."""
-        top = self.module.get_submodule(path)
+        top, prefix = self.module.get_submodule(path), f"{path}." if path else ""
         chosen = [
-            Entry(entry.name.removeprefix(_joined(path, "")), entry.style)
+            Entry(entry.name.removeprefix(prefix), entry.style)
             for entry in self.chosen
-            if entry.name.startswith(_joined(path, ""))
+            if entry.name.startswith(prefix)
         ]
         computed = [entry for entry in chosen if entry.style != "all_reduce"]
 
@@ -399,10 +399,6 @@ def _dim_of(entry: Entry, parameter: Tensor) -> int | None:
     """The dim along which a plan divides a parameter that is no layer's; None if it does not."""
     dims = {"colwise": max(parameter.dim() - 2, 0), "rowwise": parameter.dim() - 1}
     return dims.get(entry.style)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _error(entry: Entry, found: str, expected: str) -> HexadError:

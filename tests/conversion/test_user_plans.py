@@ -88,8 +88,23 @@ def check(name: str, rank: Any, sizes: Any, refusal: str) -> None:
             )
 
 
+REFUSED_EVERY_TIME = (
+    "length computed, heads constant",
+    "grouped, every second",
+    "one head of keys, partial",
+    "temperature",
+    "norm of all, partial",
+    "slopes",
+    "fused, chunked",
+    "softmax of features",
+    "a result in parts",
+    "arguments unknown, heads constant",
+)
+"""One of each kind; all others are slow."""
+
+
 def test_plans_of_users(pool: Pool) -> None:
-    names = list(CASES)
+    names = [name for name, case in CASES.items() if not case.refusal or name in REFUSED_EVERY_TIME]
     ranks = pool.run(2, on_ranks, names, SIZES)
     for name in names:
         assert not CASES[name].refusal or ranks[0][name] == ranks[1][name]

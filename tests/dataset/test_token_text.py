@@ -10,7 +10,7 @@ import pytest
 from hexad.dataset.text.token_text import TokenLabels, TokenText
 from hexad.dataset.text.tokenizer import load_tokenizer
 
-from .tokenizers import OTHERS, PIECEWISE, TEXTS, made
+from .tokenizers import OTHERS, PIECEWISE, TEXTS, made, sentencepiece
 
 KINDS = ["byte", *PIECEWISE, *OTHERS]
 # Their files lose a space before a text, or text that no piece covers.
@@ -168,3 +168,35 @@ def test_newer_decoders_are_not_guessed(tmp_path: Path) -> None:
     decoder = text.decoder()
     ids = text.tokenizer.encode("hello world")
     assert "".join(decoder.add(token).text for token in ids) == text.tokenizer.decode(ids)
+
+
+ADDED = ["<tool_call>", "</tool_call>", "a", "foo bar", " lead"]
+"""Tokens that are not special: marks, a letter, texts with spaces."""
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-level-prefix", "llama", "mistral", "always", "gemma"])
+def test_added_tokens_that_are_not_special(kind: str, tmp_path: Path) -> None:
+    """Counts by hand, and the library's decoding."""
+    from tokenizers import AddedToken, Tokenizer
+
+    made(kind, tmp_path)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ADDED])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    text = TokenText(load_tokenizer(str(tmp_path)))
+    tokenizer, counts = text.tokenizer, text.byte_counts
+    assert counts is not None and text.encoded == (kind not in ("byte-level", "gemma"))
+    for sample in ("hello", "hello<tool_call>hello</tool_call>world", "helloathe", "the<tool_call>x"):
+        ids = tokenizer.encode(sample)
+        assert counts.total(np.array([tokenizer.eod, *ids[:-1]]), np.array(ids)) == len(sample), sample
+        decoder = text.prompt_decoder()
+        assert "".join(decoder.add(token).text for token in ids) == sample
+    for first in ADDED:
+        ids = [backend.token_to_id(first), *tokenizer.encode("hello")]
+        decoder = text.decoder()
+        assert "".join(decoder.add(token).text for token in ids) == tokenizer.decode(ids)
+
+
+def test_a_space_behind_a_text_has_no_count(tmp_path: Path) -> None:
+    sentencepiece(tmp_path, treat_whitespace_as_suffix=True)
+    assert TokenText(load_tokenizer(str(tmp_path))).byte_counts is None

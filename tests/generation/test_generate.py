@@ -336,7 +336,7 @@ def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
     assert (asked["text"], asked["ended"]) == ("fox", "document")
     plain = "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
     stopped = written("--prompt", plain, "--stop", "<|im_end|>", "--json")
-    assert (stopped["text"], stopped["ended"]) == ("fox", "document")
+    assert (stopped["text"], stopped["ended"]) == ("fox", "document")  # which it ends anyway
     assert written("--prompt", plain, "--json")["tokens"] == stopped["tokens"]  # its data are conversations
     ends = {"eos_token_id": [stopped["tokens"][0]]}
     (run_file.newest / "tokenizer" / "generation_config.json").write_text(json.dumps(ends))

@@ -1,5 +1,6 @@
 """Results of the server in OpenAI's forms: names, bytes, offsets, against counts by hand."""
 
+import json
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ def result(text: TokenText, form: str, prompt: Any, new: list[Logprob], **fields
     texts = _Texts(kind, [Request(ids, len(new))], [ids], text)
     scores = tuple(Logprob(token, -2.0, ((ids[0], -1.0), (token, -2.0))) for token in ids[1:])
     decoder = text.decoder(ids)
-    shown = "".join(decoder.add(one.token).text for one in new) + decoder.end()
+    shown = "".join(decoder.add(one.token).text for one in new) + (decoder.end() if new else "")
     tokens = tuple(one.token for one in new)
     texts._texts[0].add(Update(0, shown, tokens, tuple(new), scores, "length"))
     return texts.document()["choices"][0]
@@ -107,3 +108,25 @@ def test_an_echo_is_the_prompt(text_of, kind: str, prompt: str) -> None:
     assert choice["text"] == prompt + shown
     offsets = choice["logprobs"]["text_offset"]
     assert offsets == sorted(offsets) and offsets[0] in (0, 1) and offsets[-1] == len(prompt)
+
+
+@pytest.mark.parametrize("kind", ["llama", "byte-level"])
+def test_an_echo_that_ends_inside_a_character(text_of, kind: str) -> None:
+    text = text_of(kind)
+    ids = text.tokenizer.encode("x語")
+    new = [Logprob(ids[-1], -1.0, ((ids[-1], -1.0),))]
+    choice = result(text, "completion", ids[:-1], new, echo=True)
+    assert choice["text"] == "x語" and choice["logprobs"]["text_offset"][-1] == 1
+    unfinished = result(text, "completion", ids[:-1], [], echo=True)["text"]
+    assert unfinished == text.tokenizer.decode(ids[:-1]) and unfinished[1:].strip("\ufffd") == ""
+
+
+def test_a_token_that_cannot_follow_is_null_in_json(text_of) -> None:
+    """JSON has no -Infinity."""
+    from hexad.generation.server.app import _event
+
+    text = text_of("llama")
+    new = [Logprob(text.tokenizer.encode("a")[-1], -float("inf"), ((5, -float("inf")),))]
+    choice = result(text, "completion", "hello", new)
+    line = _event({"choices": [choice]}).decode().removeprefix("data: ")
+    assert json.loads(line, parse_constant=pytest.fail)["choices"][0]["logprobs"]["token_logprobs"] == [None]

@@ -82,7 +82,9 @@ STOPS = {  # texts to stop at, of "hello", " ", "world", "<|im_end|>", "\n", "he
     (" world",): "hello",
     (" world<|im_end|>x", "<|im_end|>\nhell"): "hello world",
     ("<|im_end|>hello", "worlds"): None,
-    ("<|im_end", "never"): "hello world",
+    ("<", "|", "im", "end|>\nh", "d<|"): None,  # of parts of a special token none stops
+    ("<|im_end", "never"): None,
+    ("|", "\n"): "hello world",
 }
 
 

@@ -176,12 +176,13 @@ class Replica:
         assert choice.token is not None, "the request has failed"
         self.scheduler.extend(number, choice.token)
         session.new += 1
-        text = session.text.add(choice.token)
         ended: Ending | None = None
         if session.new == request.tokens:
             ended = "length"
         if choice.token in request.ends:
-            ended = "document"
+            text, ended = "", "document"
+        else:
+            text = session.text.add(choice.token)
         if ended is not None and not session.text.stopped:
             text += session.text.end()
         if session.text.stopped and ended != "document":

@@ -21,7 +21,8 @@ class TextStream:
     def __init__(self, decoder: TextDecoder, specials: dict[int, str], stop: Sequence[str] = ()) -> None:
         self._decoder, self._specials = decoder, specials
         self._stop = [text for text in stop if text]
-        # What may still become part of a text that stops it, and which of its characters are hidden.
+        # What may still become part of a text that stops it; of each character 0 if it is shown, else whether
+        # it is the first of a special token (1) or not (2).
         self._held, self._hidden = "", b""
         self.stopped = False
 
@@ -32,7 +33,7 @@ class TextStream:
             return text
         special = self._specials.get(token, "")
         self._held += text + special
-        self._hidden += bytes(len(text)) + b"\1" * len(special)
+        self._hidden += bytes(len(text)) + b"\1" * bool(special) + b"\2" * (len(special) - 1)
         return self._passed()
 
     def end(self) -> str:
@@ -48,22 +49,33 @@ class TextStream:
         """What cannot become part of a text to stop at."""
         if self.stopped:
             return ""
-        places = [place for place in map(self._held.find, self._stop) if place >= 0]
-        if places:
+        if places := [place for stop in self._stop if (place := self._place(stop)) is not None]:
             self.stopped = True
             text = self._cut(min(places))
             self._held, self._hidden = "", b""
             return text
-        keep = max((_overlap(self._held, text) for text in self._stop), default=0)
+        keep = max(map(self._overlap, self._stop), default=0)
         return self._cut(len(self._held) - keep)
+
+    def _place(self, stop: str) -> int | None:
+        """Where a text to stop at is, with complete special tokens only."""
+        place = self._held.find(stop)
+        while place >= 0:
+            end = place + len(stop)
+            if self._hidden[place] != 2 and (end == len(self._held) or self._hidden[end] != 2):
+                return place
+            place = self._held.find(stop, place + 1)
+        return None
+
+    def _overlap(self, stop: str) -> int:
+        """Characters at the end of what is held with which a text to stop at begins."""
+        for count in range(min(len(self._held), len(stop) - 1), 0, -1):
+            if self._hidden[-count] != 2 and self._held.endswith(stop[:count]):
+                return count
+        return 0
 
     def _cut(self, length: int) -> str:
         """Remove some characters at the beginning; returns those that are not hidden."""
         text = "".join(char for char, hidden in zip(self._held[:length], self._hidden) if not hidden)
         self._held, self._hidden = self._held[length:], self._hidden[length:]
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text with which ``stop`` begins."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

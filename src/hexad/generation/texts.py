@@ -142,8 +142,7 @@ class Wanted:
         Raises:
             HexadError: the prompt cannot be used.
         """
-        ids, specials = encoder.ids(prompt, name), encoder.specials
-        ends = encoder.ends(prompt) | {specials[text] for text in self.stop if text in specials}
+        ids, ends = encoder.ids(prompt, name), encoder.ends(prompt)
         return [
             Request(
                 ids,

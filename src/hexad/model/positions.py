@@ -130,7 +130,7 @@ class Rotary:
 
 
 def _powers(base: float, exponents: Tensor) -> Tensor:
-    """Powers of a number, correctly rounded to float32: C libraries differ in the last bit."""
+    """Powers of a number, rounded to float32 from 40 digits: C libraries differ in the last bit."""
     with localcontext(prec=40):
         powers = [float(Decimal(base) ** Decimal(exponent)) for exponent in exponents.tolist()]
     return torch.tensor(powers, dtype=torch.float64).float()

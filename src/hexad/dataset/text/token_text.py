@@ -32,6 +32,8 @@ _SPACE = "\u2581"
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ESCAPED = re.compile("[\udc80-\udcff]")
 _UNLIMITED = 2**31
+_PROBES = ("a", "e", "0", ".", "A")
+"""Texts with which it is tried what encoding puts before and behind a text: vocabularies have one of them."""
 _WINDOW = 32
 """Tokens before a new one that a difference of decoded texts looks at, and that are held back at most."""
 
@@ -44,7 +46,7 @@ class Pieces:
         value: the bytes of UTF-8 that a token adds inside a text; of a special token, none.
         leading: how many spaces of a token the beginning of a text may remove.
         decoded: spaces that decoding removes at the beginning of a text, at most.
-        first_only: decoding removes those of the first token only, wherever they are in it.
+        first: the bytes of the first token, where decoding treats that one differently, and no other.
         byte_by_byte: decoding shows each byte that is not UTF-8 as one U+FFFD, not each run of them.
         unknown: the id for text that no token covers, whose bytes are lost.
     """
@@ -52,7 +54,7 @@ class Pieces:
     value: Callable[[int], bytes]
     leading: Callable[[int], int]
     decoded: int = 0
-    first_only: bool = False
+    first: Callable[[int], bytes] | None = None
     byte_by_byte: bool = False
     unknown: int | None = None
 
@@ -75,22 +77,41 @@ class TokenText:
         """Spaces that encoding puts before a text."""
         if self.pieces is None:
             return 0
-        for probe in ("a", "e", "0", ".", "A"):
-            text = b"".join(map(self.pieces.value, self.tokenizer.encode(probe)))
-            if text.lstrip(b" ") == probe.encode():
+        for text, probe in self._probes:
+            if text.lstrip(b" ") == probe:
                 return len(text) - len(probe)
         return min(self.pieces.decoded, 1)
 
     @cached_property
-    def restarts(self) -> bool:
-        """Whether encoding puts the same spaces after special tokens."""
+    def restarts(self) -> frozenset[int]:
+        """The added tokens after which encoding puts the same spaces."""
         if self.pieces is None or not self.encoded:
-            return False
-        for number, text in self.specials.items():
-            first, *others = self.tokenizer.encode(f"{text}a") or [-1]
-            if first == number:
-                return b"".join(map(self.pieces.value, others)).startswith(b" ")
-        return False
+            return frozenset()
+        after = set()
+        for number, text in self._added.items():
+            for probe in _PROBES:
+                first, *others = self.tokenizer.encode(text + probe) or [-1]
+                if first == number and self._added.keys().isdisjoint(others):
+                    if b"".join(map(self.pieces.value, others)).startswith(b" "):
+                        after.add(number)
+                    break
+        return frozenset(after)
+
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        """The texts of tokens that are found in a text before it is divided."""
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            return {}
+        tokens = self.tokenizer.backend.get_added_tokens_decoder()
+        return {number: token.content for number, token in tokens.items()}
+
+    @cached_property
+    def _probes(self) -> list[tuple[bytes, bytes]]:
+        """What ordinary tokens make of some texts, and these texts."""
+        assert self.pieces is not None
+        encoded = ((self.tokenizer.encode(probe), probe.encode()) for probe in _PROBES)
+        ordinary = ((ids, probe) for ids, probe in encoded if self._added.keys().isdisjoint(ids))
+        return [(b"".join(map(self.pieces.value, ids)), probe) for ids, probe in ordinary]
 
     def decoder(self, before: Sequence[int] = ()) -> TextDecoder:
         """The decoder of tokens that follow others, as decoding all of them together shows their texts."""
@@ -107,8 +128,9 @@ class TokenText:
 
     @cached_property
     def byte_counts(self) -> ByteCounts | None:
-        """Bytes per token; None where a tokenizer does not keep all bytes of a text (WordPiece)."""
-        if self.pieces is None:
+        """Bytes per token; None where a tokenizer does not keep all bytes of a text (WordPiece),
+        or puts a space behind it."""
+        if self.pieces is None or any(text == probe + b" " for text, probe in self._probes):
             return None
         pieces, size = self.pieces, range(self.tokenizer.vocab_size)
         known = (b"" if number == pieces.unknown else pieces.value(number) for number in size)
@@ -116,7 +138,7 @@ class TokenText:
         leading = np.array([min(self.encoded, pieces.leading(number)) for number in size])
         begins = np.zeros(len(size), dtype=np.bool_)
         ends = () if self.tokenizer.eod is None else (self.tokenizer.eod,)
-        begins[[*self.tokenizer.bos, *ends, *(self.specials if self.restarts else ())]] = True
+        begins[[*self.tokenizer.bos, *ends, *self.restarts]] = True
         return ByteCounts(inside, inside - leading, begins)
 
 
@@ -137,8 +159,9 @@ class ByteCounts(NamedTuple):
         """The bytes of tokens, each after another one, both ``[length]``; ids beyond the vocabulary have
         none."""
         known = tokens < len(self.inside)
-        previous, tokens = np.minimum(previous[known], len(self.begins) - 1), tokens[known]
-        return int(np.where(self.begins[previous], self.first[tokens], self.inside[tokens]).sum())
+        previous, tokens = previous[known], tokens[known]
+        begins = self.begins[np.minimum(previous, len(self.begins) - 1)] & (previous < len(self.begins))
+        return int(np.where(begins, self.first[tokens], self.inside[tokens]).sum())
 
 
 class Added(NamedTuple):
@@ -216,14 +239,14 @@ class _Joined:
         value = self._pieces.value(token)
         if not self._left or not value:
             return value
-        if self._pieces.first_only:
-            return value.replace(b" ", b"")
+        if self._pieces.first is not None:
+            return self._pieces.first(token)
         return value[min(self._left, self._pieces.leading(token)) :]
 
     def accept(self, token: int) -> None:
         value = self._pieces.value(token)
         if self._left and value:
-            removed = 0 if self._pieces.first_only else min(self._left, self._pieces.leading(token))
+            removed = 0 if self._pieces.first is not None else min(self._left, self._pieces.leading(token))
             self._left = self._left - removed if removed == len(value) else 0
 
     def rest(self) -> bytes:
@@ -251,12 +274,14 @@ class _Encoded:
             if self._begins(token):
                 self._bos.pop()
                 return
-            self._left = self._text.encoded if self._text.restarts else 0
+            self._left = 0
         elif self._pieces is None:
             self._differences.accept(token)
         elif (value := self._pieces.value(token)) and self._left:
             removed = min(self._left, self._pieces.leading(token))
             self._left = self._left - removed if removed == len(value) else 0
+        if token in self._text.restarts:
+            self._left = self._text.encoded
         self._bos.clear()
 
     def rest(self) -> bytes:
@@ -423,11 +448,25 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> Pieces | None:
     def leading(token: int) -> int:
         return _spaces(value(token))
 
+    unknown = _unknown(backend)
     if kinds == ("Metaspace",):
-        first_only = steps[0].get("prepend_scheme", "always") != "never"
-        return Pieces(value, leading, int(first_only), first_only)
+
+        def first(token: int) -> bytes:
+            piece = None if token in special or token < 0 else backend.id_to_token(token)
+            return b"" if piece is None else str(piece).replace(replacement, "").encode()
+
+        differs = steps[0].get("prepend_scheme", "always") != "never"
+        return Pieces(value, leading, int(differs), first if differs else None, unknown=unknown)
     removed = sum(int(step["start"]) for step in steps if step["type"] == "Strip")
-    return Pieces(value, leading, removed, byte_by_byte="ByteFallback" in kinds)
+    return Pieces(value, leading, removed, byte_by_byte="ByteFallback" in kinds, unknown=unknown)
+
+
+def _unknown(backend: Any) -> int | None:
+    """The id for text that no token covers."""
+    model = backend.model
+    text = getattr(model, "unk_token", None)
+    number = getattr(model, "unk_id", None) if text is None else backend.token_to_id(text)
+    return number if isinstance(number, int) else None
 
 
 def _steps(decoder: Any) -> Iterable[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import logging
 import time
 import uuid
@@ -18,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, json_text
 from hexad.dataset.text.token_text import Label, TokenLabels, TokenText
 
 from ..requests import Logprob, Update
@@ -212,7 +211,9 @@ class _Pages:
         if first is None or not (body.stream or texts.complete):
             return Response(status_code=499)
         if not body.stream:
-            return JSONResponse(texts.document())
+            # Naming the tokens of long prompts takes a while, too.
+            document = await asyncio.to_thread(texts.document)
+            return Response(json_text(document), media_type="application/json")
         options = body.stream_options
         usage = options is not None and options.include_usage
         return StreamingResponse(texts.events(first, stream, usage), media_type="text/event-stream")
@@ -275,16 +276,22 @@ class _Completion:
 
     def __init__(self, pages: _Pages, body: CompletionRequest) -> None:
         self.pages, self.body = pages, body
+        self._echoes: dict[int, _Echo] = {}  # by prompt
 
     def requests(self) -> tuple[list[TextRequest], list[tuple[int, ...]]]:
         return _requests(self.pages, self.body)
 
+    def _echo(self, prompt: int, text: _Text) -> _Echo:
+        """The echo of a prompt, which all of its texts have."""
+        if prompt not in self._echoes:
+            written = self.body.prompts()[prompt]["prompt"]
+            self._echoes[prompt] = _Echo.of(self.pages.service.generator.text, written, text)
+        return self._echoes[prompt]
+
     def choice(self, index: int, text: _Text) -> dict[str, Any]:
         """A complete text."""
-        body, echo = self.body, _Echo("")
-        if body.echo:
-            given = body.prompts()[index // body.choices]["prompt"]
-            echo = _Echo.of(self.pages.service.generator.text, given, text)
+        body = self.body
+        echo = self._echo(index // body.choices, text) if body.echo else _Echo("")
         logprobs = None
         if body.logprobs is not None:
             logprobs = _columns([*echo.tokens, *text.named(text.logprobs, len(echo.text))])
@@ -410,20 +417,22 @@ class _Echo:
     tokens: tuple[_Named, ...] = ()
 
     @classmethod
-    def of(cls, tokens: TokenText, given: str | list[int], text: _Text) -> _Echo:
+    def of(cls, tokens: TokenText, prompt: str | list[int], text: _Text) -> _Echo:
         """The echo of a prompt that was given as a text or as ids."""
         labels = TokenLabels(tokens, tokens.prompt_decoder())
         named = [
             _named(labels, token, score) for token, score in zip(text.prompt, (None, *(text.scores or ())))
         ]
-        if isinstance(given, list):
+        if isinstance(prompt, list):
             decoder = tokens.prompt_decoder()
-            shown = "".join(decoder.add(token).text for token in text.prompt) + decoder.end()
+            shown = "".join(decoder.add(token).text for token in text.prompt)
+            if not text.tokens:  # else they complete the last character
+                shown += decoder.end()
             return cls(shown, tuple(named))
         # Encoding may change a text: places are those in the text that was given.
-        (places,) = tokens.tokenizer.encode_offsets([given])
+        (places,) = tokens.tokenizer.encode_offsets([prompt])
         begins = [*[0] * (len(text.prompt) - len(places.ids)), *places.begin.tolist()]
-        return cls(given, tuple(one._replace(offset=begin) for one, begin in zip(named, begins)))
+        return cls(prompt, tuple(one._replace(offset=begin) for one, begin in zip(named, begins)))
 
 
 def _requests(
@@ -556,4 +565,4 @@ class _Texts:
 
 
 def _event(document: Any) -> bytes:
-    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n".encode(errors="backslashreplace")
+    return f"data: {json_text(document, ensure_ascii=False)}\n\n".encode(errors="backslashreplace")

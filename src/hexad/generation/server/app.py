@@ -213,7 +213,8 @@ class _Pages:
         if not body.stream:
             # Naming the tokens of long prompts takes a while, too.
             document = await asyncio.to_thread(texts.document)
-            return Response(json_text(document), media_type="application/json")
+            content = json_text(document, ensure_ascii=False, separators=(",", ":"))
+            return Response(content.encode(errors="backslashreplace"), media_type="application/json")
         options = body.stream_options
         usage = options is not None and options.include_usage
         return StreamingResponse(texts.events(first, stream, usage), media_type="text/event-stream")

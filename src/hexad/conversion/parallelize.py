@@ -35,7 +35,8 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
     Each module that the plan names keeps its place, name and attributes, and computes with this rank's shard
     of its weights; what it sends and sums is in its forward and backward pass. So the model trains in a plain
     loop (``.grad`` of every parameter is complete for what the rank holds), in an :class:`hexad.Engine`, and
-    under the interfaces. ``state_dict`` and checkpoints are those of the undivided model.
+    under the interfaces. ``state_dict`` and checkpoints are those of the undivided model. Numbers of heads
+    and features that are attributes of the modules around become those of a rank, where the model needs it.
 
     Args:
         module: a model of linear layers and embeddings, the same on all ranks: the values are those of the
@@ -48,7 +49,9 @@ def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = Non
         the same module.
 
     Raises:
-        HexadError: a plan that the model does not fit: the same on all ranks, before anything is changed.
+        HexadError: a plan that the model does not fit, or a forward pass that does not compute with a rank's
+            part of heads and features, the same on all ranks, before anything is changed; where the arguments
+            of the model are not known, at its first call.
     """
     if not isinstance(mesh, Mesh):
         raise HexadError(f"mesh: found {mesh!r}, expected a hexad.Mesh")

@@ -205,7 +205,7 @@ class Trial:
         """Arguments by the module's signature and its first layers: token ids, or hidden states."""
         try:
             parameters = inspect.signature(self._module.forward).parameters
-        except ValueError:
+        except (TypeError, ValueError):
             return
         batch, length = self._sizes()
         ids = torch.empty(batch, length, dtype=torch.int64, device="meta")
@@ -251,7 +251,7 @@ def tops(module: nn.Module, planned: Iterable[str], path: str = "") -> Iterator[
     names = list(planned)
     try:
         parameters = list(inspect.signature(module.forward).parameters.values())
-    except ValueError:
+    except (TypeError, ValueError):
         parameters = []
     if all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         for name, child in module.named_children():

@@ -242,8 +242,8 @@ def _count_copies(mesh: Mesh) -> Patches:
 
 
 def _stage_norm(mesh: Mesh) -> Patches:
-    def reduce(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
-        return tensor if axis.name == "pipeline" else comm.all_reduce(tensor, axis)
+    def reduce(tensor: torch.Tensor, axis: Any, *rest: Any) -> torch.Tensor:
+        return tensor if axis.name == "pipeline" else comm.all_reduce(tensor, axis, *rest)
 
     return [mock.patch("hexad.optim.optimizer.all_reduce", reduce)]
 

@@ -45,8 +45,8 @@ def _replicas_apart(mesh: Mesh) -> Patches:
 
 
 def _norm_of_share(mesh: Mesh) -> Patches:
-    def reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return tensor if axis.name == "data" else comm.all_reduce(tensor, axis)
+    def reduce(tensor: torch.Tensor, axis: Axis, *rest: Any) -> torch.Tensor:
+        return tensor if axis.name == "data" else comm.all_reduce(tensor, axis, *rest)
 
     return [mock.patch("hexad.optim.optimizer.all_reduce", reduce)]
 

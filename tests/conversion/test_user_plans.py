@@ -1,6 +1,7 @@
 """Plans of users, for models of their own and of ``transformers``: the loss and the gradients of one
 process, or one line before anything changes."""
 
+import logging.handlers
 import os
 from typing import Any
 
@@ -170,6 +171,26 @@ def without_traces(on_meta: bool) -> tuple[Any, ...]:
 def test_a_trial_leaves_no_traces(on_meta: bool, pool: Pool) -> None:
     expected = (0, [], True, () if on_meta else (0.0, 1.0), 2)
     assert pool.run(2, without_traces, on_meta) == [expected, expected]
+
+
+def warnings_of_calls() -> list[str]:
+    """What is logged by two calls of a model that reads values."""
+    case, handler = CASES["values are read"], logging.handlers.BufferingHandler(9)
+    model, world = built(case), dist.get_world_size()
+    logging.getLogger("hexad").addHandler(handler)
+    try:
+        parallelize(model, Mesh.create(Layout(world=world, tensor=world), CPU), case.plan)
+        for _ in range(2):
+            results(case, model, *SIZES[0])
+    finally:
+        logging.getLogger("hexad").removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer]
+
+
+def test_a_model_that_cannot_be_tried_is_reported_once(pool: Pool) -> None:
+    for messages in pool.run(2, warnings_of_calls):
+        (message,) = messages
+        assert message.startswith("parallelize: OfDicts was not tried: found DataDependentOutput")
 
 
 def of_a_foreign_model(name: str, sizes: Any) -> Any:

@@ -118,7 +118,7 @@ def divided_dims(whole: Shape, local: Shape, ranks: int) -> list[int]:
     Raises:
         Misfit: a size is neither that of one process nor a ``ranks``-th part of it.
     """
-    dims = [dim for dim, (size, own) in enumerate(zip(whole, local)) if size != own]
+    dims = [dim for dim, (size, part) in enumerate(zip(whole, local)) if size != part]
     if len(whole) != len(local) or any(local[dim] * ranks != whole[dim] for dim in dims):
         raise Misfit(f"found shape {list(local)}, expected {list(whole)} or a rank's part of it")
     return dims
@@ -266,12 +266,12 @@ def _cut(operation: Operation, number: int) -> Parts:
     dim = operation.whole["dim"] % len(operand.whole)
     whole, _ = operation.shapes[number]
     size, gone = operand.whole[dim], len(whole) < len(operand.whole)
-    start, own_start = (_start(operation, number, dim, side) for side in (0, 1))
+    start, local_start = (_start(operation, number, dim, side) for side in (0, 1))
     moves = {place: place - (gone and place > dim) for place in range(len(operand.whole)) if place != dim}
     others = Operand(operand.whole, operand.local, {d: n for d, n in operand.parts.items() if d != dim})
     parts = _moved(operation, number, [(others, moves)])
     if dim not in operand.parts:
-        if start != own_start:
+        if start != local_start:
             raise operation.misfit(number)
         return parts
     run = size // operand.parts[dim]
@@ -280,7 +280,7 @@ def _cut(operation: Operation, number: int) -> Parts:
         or operation.whole.get("step", 1) != 1
         or start % run
         or whole[dim] % run
-        or own_start * operation.ranks != start
+        or local_start * operation.ranks != start
     ):
         raise operation.misfit(number)
     return {**parts, dim: whole[dim] // run}

@@ -295,15 +295,15 @@ def _on_meta(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
     memo = {} if memo is None else memo
     if id(module) in memo:
         return memo[id(module)]
-    made = memo[id(module)] = type(module).__new__(type(module))
+    result = memo[id(module)] = type(module).__new__(type(module))
     for key, value in vars(module).items():
         if isinstance(value, dict):
             copies = {name: _copied(inner, memo) for name, inner in value.items()}
             value = type(value)(copies) if type(value) in (dict, OrderedDict) else copy.copy(value)
         elif isinstance(value, list | set):
             value = copy.copy(value)
-        vars(made)[key] = _copied(value, memo)
-    return made
+        vars(result)[key] = _copied(value, memo)
+    return result
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -100,8 +100,8 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, pool
             + gathers[use] * (size * width * (shards - 1) // shards)
             for use, size in sizes
         )
-        scalars = [(data, 8), (shards, 4)]  # the loss; the norm, which the first rank sends to all
-        wanted += sum(2 * (size - 1) * nbytes // size for size, nbytes in scalars) + (data - 1) * 4 // data
+        scalars = [(data, 8), (shards, 4), (data, 4)]  # the loss; the norm's squares; the largest norm
+        wanted += sum(2 * (size - 1) * nbytes // size for size, nbytes in scalars)
         assert sent == wanted
 
 

@@ -281,7 +281,7 @@ USE = (
     ),
     (
         "generate trained --prompts no-prompts.jsonl",
-        "--prompt: found none; give --prompt TEXT or --prompts FILE.jsonl",
+        "--prompts: no-prompts.jsonl: found no lines with prompts",
     ),
     ("generate trained --prompts empty-chat.jsonl", "--prompts: prompt 1: 'messages' is empty"),
     ("generate trained --prompts odd-role.jsonl", "role 'usr' is unknown (did you mean 'user'?)"),

@@ -8,7 +8,7 @@ NOT_FINITE = (
     "the model's logits are not finite (NaN or infinite); check its weights, and precision.dtype: in fp16 "
     "values beyond 65,504 are infinite"
 )
-"""Of a message about a model whose outputs cannot be used."""
+"""The problem in messages about a model whose outputs cannot be used."""
 
 
 def json_text(document: Any, **options: Any) -> str:

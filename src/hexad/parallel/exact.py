@@ -332,8 +332,8 @@ _COS = (
     -1.38888888888741095749e-03,
     4.16666666666666019037e-02,
 )
-"""Of the polynomials of sine and cosine up to ``pi / 4`` in fdlibm (Sun Microsystems, 1993), the highest
-power first."""
+"""Coefficients of fdlibm's polynomials of sine and cosine up to ``pi / 4`` (Sun Microsystems, 1993), the
+highest power first."""
 
 
 def cos_sin(x: Tensor) -> tuple[Tensor, Tensor]:

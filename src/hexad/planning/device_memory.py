@@ -8,7 +8,8 @@ from typing import NamedTuple
 from hexad.topology.layout import Layout
 
 _RESERVED = 0.145
-"""Of the tensors' memory: what PyTorch's allocator keeps besides them (77.7 GiB reserved, 67.9 in use)."""
+"""What PyTorch's allocator keeps besides the tensors, as a part of their memory (77.7 GiB reserved, 67.9 in
+use)."""
 _CONTEXT = 600 * 2**20
 """CUDA's context, and the kernels of its libraries."""
 _COMMUNICATOR = 500 * 2**20

@@ -225,29 +225,44 @@ class TextDecoder:
         return text
 
 
+class _Beginning:
+    """The spaces that the beginning of a text may still remove from tokens."""
+
+    def __init__(self, pieces: Pieces, left: int) -> None:
+        self._pieces, self.left = pieces, left
+
+    def value(self, token: int) -> bytes:
+        """What a token adds here."""
+        return self._pieces.value(token)[min(self.left, self._pieces.leading(token)) :]
+
+    def accept(self, token: int) -> None:
+        """Append the token; the beginning ends with the first one that leaves something."""
+        value = self._pieces.value(token)
+        if self.left and value:
+            removed = min(self.left, self._pieces.leading(token))
+            self.left = self.left - removed if removed == len(value) else 0
+
+
 class _Joined:
     """Bytes of the tokens of a piecewise tokenizer, as its decoder shows them."""
 
     def __init__(self, pieces: Pieces, before: Iterable[int]) -> None:
-        self._pieces, self._left = pieces, pieces.decoded
+        self._pieces, self._beginning = pieces, _Beginning(pieces, pieces.decoded)
         for token in before:
-            if not self._left:
+            if not self._beginning.left:
                 break
             self.accept(token)
 
     def value(self, token: int) -> bytes:
-        value = self._pieces.value(token)
-        if not self._left or not value:
-            return value
-        if self._pieces.first is not None:
+        if self._beginning.left and self._pieces.first is not None:
             return self._pieces.first(token)
-        return value[min(self._left, self._pieces.leading(token)) :]
+        return self._beginning.value(token)
 
     def accept(self, token: int) -> None:
-        value = self._pieces.value(token)
-        if self._left and value:
-            removed = 0 if self._pieces.first is not None else min(self._left, self._pieces.leading(token))
-            self._left = self._left - removed if removed == len(value) else 0
+        if self._pieces.first is None:
+            self._beginning.accept(token)
+        elif self._pieces.value(token):  # only one token is the first
+            self._beginning.left = 0
 
     def rest(self) -> bytes:
         return b""
@@ -257,31 +272,28 @@ class _Encoded:
     """Bytes of a prompt's tokens, as they were encoded."""
 
     def __init__(self, text: TokenText) -> None:
-        self._text, self._pieces = text, text.pieces
+        self._text = text
+        self._beginning = None if text.pieces is None else _Beginning(text.pieces, text.encoded)
         self._differences = _Differences(text.tokenizer, text.specials, ())
         self._bos = list(reversed(text.tokenizer.bos))  # what may still come of it
-        self._left = text.encoded
 
     def value(self, token: int) -> bytes:
         if token in self._text.specials:
             return b"" if self._begins(token) else self._text.specials[token].encode()
-        if self._pieces is None:
-            return self._differences.value(token)
-        return self._pieces.value(token)[min(self._left, self._pieces.leading(token)) :]
+        return (self._beginning or self._differences).value(token)
 
     def accept(self, token: int) -> None:
         if token in self._text.specials:
             if self._begins(token):
                 self._bos.pop()
                 return
-            self._left = 0
-        elif self._pieces is None:
-            self._differences.accept(token)
-        elif (value := self._pieces.value(token)) and self._left:
-            removed = min(self._left, self._pieces.leading(token))
-            self._left = self._left - removed if removed == len(value) else 0
-        if token in self._text.restarts:
-            self._left = self._text.encoded
+        else:
+            (self._beginning or self._differences).accept(token)
+        if self._beginning is not None:
+            if token in self._text.restarts:
+                self._beginning.left = self._text.encoded
+            elif token in self._text.specials:
+                self._beginning.left = 0
         self._bos.clear()
 
     def rest(self) -> bytes:

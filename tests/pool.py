@@ -46,34 +46,57 @@ def _answer(
     rank: int,
     world: int,
     store: str | None,
+    kept: bool,
     backend: str,
     timeout: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    """Call a function as a rank of a new world, or of one that it makes itself, and send what it returns."""
-    import torch.distributed as dist
-
+    """Call a function as a rank of a world, or of one that it makes itself, and send what it returns. A world
+    that is ``kept`` is that of the next job too, if it comes with the same store."""
+    global _joined
     try:
-        if store is not None and world > 1:
-            if backend == "staged":
-                from . import staged  # noqa: F401  # registers it
-            meeting, limit = dist.FileStore(store, world), timedelta(seconds=timeout)
-            dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=limit)
-            # A rank whose function fails at once would leave while others still connect to it.
-            meeting.set(f"joined {rank}", "")
-            meeting.wait([f"joined {other}" for other in range(world)], limit)
-            del meeting
+        if store != _joined:
+            _leave()
+            if store is not None and world > 1:
+                _join(rank, world, store, backend, timedelta(seconds=timeout))
         pipe.send((True, function(*arguments)))
     except BaseException as error:
+        kept = False
         pipe.send((False, (error.__class__.__name__, str(error), traceback.format_exc())))
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        else:  # a world that was not set up has counted as a group, and groups meet by their number
-            dist.distributed_c10d._world.group_count = 0
+        _joined = store
+        if not kept:
+            _leave()
         gc.collect()  # an engine is a web of references that would keep its groups' threads
         gc.freeze()
+
+
+_joined: str | None = None
+"""The store of the world that this process is a rank of."""
+
+
+def _join(rank: int, world: int, store: str, backend: str, limit: timedelta) -> None:
+    import torch.distributed as dist
+
+    if backend == "staged":
+        from . import staged  # noqa: F401  # registers it
+    meeting = dist.FileStore(store, world)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=limit)
+    # A rank whose function fails at once would leave while others still connect to it.
+    meeting.set(f"joined {rank}", "")
+    meeting.wait([f"joined {other}" for other in range(world)], limit)
+
+
+def _leave() -> None:
+    global _joined
+    import torch.distributed as dist
+
+    _joined = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    else:  # a world that was not set up has counted as a group, and groups meet by their number
+        dist.distributed_c10d._world.group_count = 0
 
 
 class _Worker:
@@ -115,15 +138,24 @@ class Pool:
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="hexad-pool-")
         self._jobs = 0
+        self._kept: tuple[int, Any, str] | None = None  # a world: its size, what it is kept for, its store
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh world.
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, keep: Any = None) -> list[Any]:
+        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh world, or of the last job's, where both
+        are given to ``keep`` for the same.
 
         Raises:
             RankError: with every failing rank's traceback.
         """
-        store = self.store()
-        return self._run([(rank, world, store, function, arguments) for rank in range(world)])
+        again = keep is not None and self._kept is not None and self._kept[:2] == (world, keep)
+        store = self._kept[2] if again and self._kept is not None else self.store()
+        self._kept = None
+        results = self._run(
+            [(rank, world, store, keep is not None, function, arguments) for rank in range(world)]
+        )
+        if keep is not None:
+            self._kept = world, keep, store
+        return results
 
     def store(self) -> str:
         """A file through which a world may meet. It stays as long as the pool: torch's store writes to it
@@ -137,7 +169,9 @@ class Pool:
         Raises:
             RankError: with every failing rank's traceback.
         """
-        return self._run([(rank, world, None, function, (rank, world, *arguments)) for rank in range(world)])
+        self._kept = None
+        jobs = [(rank, world, None, False, function, (rank, world, *arguments)) for rank in range(world)]
+        return self._run(jobs)
 
     def _run(self, jobs: list[tuple[Any, ...]]) -> list[Any]:
         world = len(jobs)
@@ -147,9 +181,9 @@ class Pool:
             self._workers.append(_Worker())
         waiting = {worker.pipe: rank for rank, worker in enumerate(self._workers[:world])}
         ended: dict[int, int | None] = {}
-        for pipe, (rank, _, store, function, arguments) in zip(list(waiting), jobs):
+        for pipe, (rank, _, store, kept, function, arguments) in zip(list(waiting), jobs):
             try:
-                pipe.send((rank, world, store, self._backend, self._timeout, function, arguments))
+                pipe.send((rank, world, store, kept, self._backend, self._timeout, function, arguments))
             except BrokenPipeError:  # since its last answer
                 ended[waiting.pop(pipe)] = self._workers[rank].status
         answers: dict[int, tuple[bool, Any]] = {}

@@ -543,7 +543,6 @@ def _join(rows: list[Microbatch]) -> Microbatch:
 def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tuple[Any, ...]:
     """Train a few steps on this rank; returns losses, norms, and this rank's pieces."""
     from hexad.engine.engine import Engine
-    from hexad.topology.mesh import Mesh
 
     from . import mixture, mutations
 
@@ -553,8 +552,7 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
         # size adds in another order than one with code for this size: losses differ in the last bit.
         torch.compiler.reset()
         pointwise._compiled.cache_clear()
-    layout = Layout.from_settings(config.parallel, case.world)
-    mesh = Mesh.create(layout, torch.device(device))
+    mesh = _mesh(layout_of(case), torch.device(device))
     with (
         mixture.in_place_of_feed_forward() if case.variant.experts else nullcontext(),
         mutations.applied(mutation, mesh) if mutation else nullcontext(),
@@ -570,6 +568,25 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
         weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
     losses = [loss for result in results for loss in (result.loss, *result.auxiliary.values())]
     return losses, [result.grad_norm for result in results], gradients, weights
+
+
+def layout_of(case: Case) -> Layout:
+    """The places of the case's ranks."""
+    return Layout.from_settings(case.config().parallel, case.world)
+
+
+_meshes: list[tuple[Any, Any]] = []
+"""The process group of all ranks, and the mesh that was made in it last."""
+
+
+def _mesh(layout: Layout, device: torch.device) -> Any:
+    """A mesh; in a world that is kept for a layout that of the case before."""
+    from hexad.topology.mesh import Mesh
+
+    world = torch.distributed.group.WORLD
+    if world is None or not _meshes or _meshes[0][0] is not world:
+        _meshes[:] = [(world, Mesh.create(layout, device))]
+    return _meshes[0][1]
 
 
 def _pieces(
@@ -596,7 +613,8 @@ def assemble(per_rank: list[list[tuple[str, tuple[int, ...], tuple[int, ...], np
 
 def run(pool: worker_pool.Pool, case: Case, mutation: str | None = None, device: str = "cpu") -> Trace:
     """The case on its ranks, which compute on ``device``."""
-    results = pool.run(case.world, run_rank, case, mutation, device)
+    kept = None if mutation else (layout_of(case), device)
+    results = pool.run(case.world, run_rank, case, mutation, device, keep=kept)
     for losses, norms, _, _ in results:
         assert losses == results[0][0], "ranks report different losses"
         np.testing.assert_allclose(norms, results[0][1], rtol=1e-12)

@@ -4,6 +4,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -38,6 +39,7 @@ from .harness import (
     Case,
     References,
     errors,
+    layout_of,
     name_of,
     run,
     values_in,
@@ -47,20 +49,30 @@ from .table import PAGE, context_rows, pipeline_rows, rows, state_rows
 
 
 @pytest.fixture(scope="session")
-def references(pool: Pool) -> References:
-    return References(pool)
+def references() -> Iterator[References]:
+    pool = Pool()  # beside ranks that stay in their world from case to case
+    yield References(pool)
+    pool.close()
+
+
+def _by_layout(cases: Iterable[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: (case.world, str(layout_of(case))))
 
 
 @pytest.mark.parametrize(
     "case",
-    (
-        *(replace(case, steps=1) for case in (*GRID, *PIPELINE_GRID)),  # the sweep and the others take two
-        *STATE_GRID,
-        *COMPILED_GRID,
-        *COPIED_GRID,
-        *ADAPTED_GRID,
-        *EXPERT_GRID,
-        *CONTEXT_GRID,
+    _by_layout(
+        (
+            *(
+                replace(case, steps=1) for case in (*GRID, *PIPELINE_GRID)
+            ),  # the sweep and the others take two
+            *STATE_GRID,
+            *COMPILED_GRID,
+            *COPIED_GRID,
+            *ADAPTED_GRID,
+            *EXPERT_GRID,
+            *CONTEXT_GRID,
+        )
     ),
     ids=name_of,
 )
@@ -99,15 +111,17 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    (
-        *EVERY_LAYOUT,
-        *EVERY_PIPELINE,
-        *EVERY_STATE,
-        *EVERY_COMPILED,
-        *EVERY_COPIED,
-        *EVERY_ADAPTED,
-        *CONTEXT_TRIPLES,
-        *COMPILED_CONTEXT,
+    _by_layout(
+        (
+            *EVERY_LAYOUT,
+            *EVERY_PIPELINE,
+            *EVERY_STATE,
+            *EVERY_COMPILED,
+            *EVERY_COPIED,
+            *EVERY_ADAPTED,
+            *CONTEXT_TRIPLES,
+            *COMPILED_CONTEXT,
+        )
     ),
     ids=name_of,
 )

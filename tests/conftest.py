@@ -17,6 +17,8 @@ from .pool import Pool, uncollected
 # In this process and all that tests start, before any imports torch: cores are for tests and ranks, and
 # numbers that must agree to the last bit are summed alike.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where a test has more threads, those that wait take no time from others.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 # Those processes compile Hexad's source once, not each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 

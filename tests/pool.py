@@ -81,11 +81,25 @@ def _join(rank: int, world: int, store: str, backend: str, limit: timedelta) -> 
 
     if backend == "staged":
         from . import staged  # noqa: F401  # registers it
-    meeting = dist.FileStore(store, world)
+    meeting = _meeting(store, limit)
     dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=limit)
     # A rank whose function fails at once would leave while others still connect to it.
     meeting.set(f"joined {rank}", "")
     meeting.wait([f"joined {other}" for other in range(world)], limit)
+
+
+_clients: dict[int, Any] = {}
+"""Connections to stores, by port."""
+
+
+def _meeting(address: str, limit: timedelta) -> Any:
+    """The store at ``port/name``: a part of one that all jobs of a pool share."""
+    import torch.distributed as dist
+
+    port, name = address.split("/")
+    if int(port) not in _clients:
+        _clients[int(port)] = dist.TCPStore("localhost", int(port), timeout=limit)
+    return dist.PrefixStore(name, _clients[int(port)])
 
 
 def _leave() -> None:
@@ -138,17 +152,18 @@ class Pool:
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="hexad-pool-")
         self._jobs = 0
+        self._server: Any = None  # of a store in which the ranks of a world find each other
         self._kept: tuple[int, Any, str] | None = None  # a world: its size, what it is kept for, its store
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, keep: Any = None) -> list[Any]:
-        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh world, or of the last job's, where both
-        are given to ``keep`` for the same.
+        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh world, or of the last job's, where the
+        same is given to ``keep`` for both.
 
         Raises:
             RankError: with every failing rank's traceback.
         """
         again = keep is not None and self._kept is not None and self._kept[:2] == (world, keep)
-        store = self._kept[2] if again and self._kept is not None else self.store()
+        store = self._kept[2] if again and self._kept is not None else self._address()
         self._kept = None
         results = self._run(
             [(rank, world, store, keep is not None, function, arguments) for rank in range(world)]
@@ -156,6 +171,15 @@ class Pool:
         if keep is not None:
             self._kept = world, keep, store
         return results
+
+    def _address(self) -> str:
+        """Where a world meets. A store in a file would be asked every 10 ms."""
+        import torch.distributed as dist
+
+        if self._server is None:
+            self._server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._jobs += 1
+        return f"{self._server.port}/{self._jobs}"
 
     def store(self) -> str:
         """A file through which a world may meet. It stays as long as the pool: torch's store writes to it

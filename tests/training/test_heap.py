@@ -38,8 +38,8 @@ def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults")
 def test_what_is_free_is_kept_until_then() -> None:
-    """In a process of its own. By itself glibc maps the first blocks one by one, and then returns the heap's end
-    in all rounds after which no small block of anyone's lies behind it: that is chance, so the rounds are added up."""
+    """In a process of its own. By itself glibc maps the first blocks one by one, and then returns the heap's
+    end after rounds that leave no small block of anyone's behind it: chance, so the rounds are added up."""
     program = """
 import resource
 import sys

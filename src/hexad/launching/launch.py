@@ -283,9 +283,26 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
     if device.type == "cuda":
         start_on(device)
     bound_compilers(os.environ, here.local_world)
-    threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    offload = config.memory.offload == "optimizer"
+    with _threads(host_threads(os.environ, here.local_world, offload)):
+        yield from _met(config, here, layout, device)
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """So many threads of the host, as long as this lasts; None changes nothing."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if number is not None:
+            torch.set_num_threads(before)
+
+
+def _met(config: Config, here: Environment, layout: Layout, device: torch.device) -> Iterator[Run]:
+    """The world of this process, with its meshes, until the caller is done."""
     store = None
     if here.world > 1:
         if device.type == "cuda":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from . import forks
 from .pool import Pool, uncollected
 
 # In this process and all that tests start, before any imports torch: cores are for tests and ranks, and
@@ -48,8 +49,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if config.getoption("--record-durations"):
         config.pluginmanager.register(_Durations())
+    if config.getoption("numprocesses", None):
+        config.stash[_SERVER] = forks.share()
+
+
+_SERVER = pytest.StashKey[forks.Server]()
 
 
 class _Durations:

@@ -64,7 +64,7 @@ class Program(subprocess.Popen[Any]):
         if start is None:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
-        self._connection, self.pid = fork(server().address, start.request, start.streams)
+        self._connection, self.pid = fork(address(), start.request, start.streams)
         self._child_created = True
         self._close_pipe_fds(*arguments[_PIPES])  # type: ignore[attr-defined]
 
@@ -221,16 +221,36 @@ class Server:
         self._alive = ours  # the server ends with this process
 
 
+SHARED = "HEXAD_TESTS_SERVER"
+"""A variable with the address of a server that several processes of tests use, and with its key."""
+
+
+def share() -> Server:
+    """Start a server for the processes of tests that this one starts; it ends with what is returned."""
+    started = Server()
+    os.environ[SHARED] = f"{started.address} {current_process().authkey.hex()}"
+    return started
+
+
 @functools.cache
-def server() -> Server:
-    """That of this process."""
+def address() -> str:
+    """The address of the server that processes share, or else of this process's own."""
+    if SHARED not in os.environ:
+        return _own().address
+    where, key = os.environ[SHARED].split()
+    current_process().authkey = bytes.fromhex(key)
+    return where
+
+
+@functools.cache
+def _own() -> Server:
     return Server()
 
 
 def call(function: str, *descriptors: int) -> tuple[socket.socket, int]:
     """Call a function, ``module:name``, with duplicates of the descriptors in a fork of the server; returns
     what :func:`fork` does."""
-    return fork(server().address, _request(("function", function), ()), [0, 1, 2, *descriptors])
+    return fork(address(), _request(("function", function), ()), [0, 1, 2, *descriptors])
 
 
 def status_of(connection: socket.socket) -> int:
@@ -242,7 +262,7 @@ def stand_ins(directory: Path) -> None:
     """Write the programs ``hexad`` and ``python``, which fork from the server of this process."""
     for name, word in (("hexad", "hexad"), ("python", sys.executable)):
         path = directory / name
-        call = f"from tests.forks import stand_in\nstand_in({server().address!r}, {word!r})\n"
+        call = f"from tests.forks import stand_in\nstand_in({address()!r}, {word!r})\n"
         path.write_text(f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(ROOT)!r})\n{call}")
         path.chmod(0o755)
 

@@ -238,6 +238,7 @@ MUTATIONS: dict[str, Mutation] = {
     "masters updated before the gradients have arrived": Mutation(
         "saved and resumed, offload, zero 2", _host_does_not_wait
     ),
+    "a step's numbers read before they have arrived": Mutation("tensor 2", _host_does_not_wait),
     "values updated while they are saved": Mutation("saved and resumed, zero 1", _no_join),
     "values written to disk before they have arrived": Mutation(
         "saved and resumed, zero 1", _host_does_not_wait

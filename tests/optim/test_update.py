@@ -1,5 +1,7 @@
 """The update: how many bytes it reads and writes, and its compiled form against PyTorch's fused kernel."""
 
+import math
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from hexad.comm import Pending
 from hexad.config import Config
 from hexad.engine.engine import Engine
 from hexad.optim.optimizer import AdamW
@@ -106,6 +109,57 @@ def test_what_compilation_saves() -> None:
     assert [update_bytes(4, 4, 4, False, compiled) for compiled in (False, True)] == [32, 32]
 
 
+def _stepped(engine: Engine, gradient: float, veto: int) -> tuple[float, bool]:
+    """The norm, and whether an update was made with gradients of one value."""
+    for bucket in engine.trained:
+        bucket.gradient.fill_(gradient)
+    forbidden = Pending(torch.tensor([veto]))
+    norm, made, _ = engine.optimizer.step(Rates(0.1, 0.1), 2.0, lambda bucket: bucket.publish(), forbidden)
+    return norm, made
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("gradient", "veto"), [(math.nan, 0), (math.inf, 0), (0.5, 1), (math.nan, 1)])
+def test_a_forbidden_update_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, gradient: float, veto: int
+) -> None:
+    """Neither values nor what comes after it: the number of updates is in their bias correction."""
+    monkeypatch.setattr("hexad.optim.optimizer.maybe_compiled", lambda function, _: function)
+    states = []
+    for forbidden in (False, True):
+        engine = engine_of(_config({"dtype": "bf16"}, clip=0.7))
+        rule = AdamW(engine.trained, engine.config.optimizer, torch.device("cpu"), compiled)
+        engine.optimizer.rule = rule
+        assert _stepped(engine, 0.3, 0)[1]
+        if forbidden:
+            norm, made = _stepped(engine, gradient, veto)
+            assert not made and math.isfinite(norm) == math.isfinite(gradient)
+        assert _stepped(engine, -0.2, 0)[1]
+        states.append(
+            [
+                values.clone()
+                for bucket in engine.trained
+                for values in (bucket.master, bucket.source, *(state for _, state in rule.state(bucket)))
+            ]
+        )
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+def test_the_clip_factor_has_the_bits_of_the_hosts_arithmetic() -> None:
+    chance, optimizer = random.Random(4), engine_of(_config({"dtype": "fp32"})).optimizer
+    for _ in range(500):
+        norm, optimizer.clip = (
+            10 ** chance.uniform(-6, 6),
+            chance.choice([0.0, 1.0, 10 ** chance.uniform(-3, 3)]),
+        )
+        optimizer.clip_epsilon, scale = chance.choice([0.0, 1e-6]), chance.choice([1.0, 2.0**16, 3.7])
+        bound = norm + optimizer.clip_epsilon
+        wanted = (optimizer.clip / bound if optimizer.clip and bound > optimizer.clip else 1.0) / scale
+        given = torch.tensor(norm, dtype=torch.float64)
+        assert optimizer._factor(given, torch.tensor([0]), scale).item() == wanted
+        assert optimizer._factor(given, torch.tensor([1]), scale).isnan()
+
+
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     eager = torch._dynamo.lookup_backend("aot_eager")
@@ -139,7 +193,10 @@ def _updated(engine: Engine, compiled: bool, decoupled: float) -> Iterator[list[
             drawn = torch.randn(bucket.gradient.shape, generator=generator).to(bucket.gradient.dtype)
             gradients.append(drawn if compiled else drawn.to(wide))
         rates = Rates(0.01 * (step + 1), decoupled or 0.01)
-        rule.update(iter(gradients), rates, (1.0, 0.25)[step % 2], publish)
+        factor = (1.0, 0.25)[step % 2]
+        given = torch.tensor(factor, dtype=torch.float64) if compiled else factor
+        rule.update(iter(gradients), rates, given, publish)
+        rule.made()
         yield [
             values.clone()
             for bucket in engine.trained

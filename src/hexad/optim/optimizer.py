@@ -30,7 +30,8 @@ class Rule(ABC):
 
     Attributes:
         rate: its own learning rate, of the first group; None where :meth:`update` is given rates.
-        widens: it takes gradients in any format.
+        widens: it takes gradients in any format, and their factor on the device, for which the host does not
+            wait.
     """
 
     rate: float | None = None
@@ -38,16 +39,20 @@ class Rule(ABC):
 
     @abstractmethod
     def update(
-        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
+        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float | Tensor, publish: Publish
     ) -> None:
         """Update all buckets and publish each.
 
         Args:
             gradients: of each bucket, like its master unless it ``widens``; may be overwritten.
             rates: learning rates; None where the rule has its own.
-            factor: what gradients are multiplied by.
+            factor: what gradients are multiplied by. Where the rule ``widens``, a float64 scalar on the
+                device; NaN leaves all values and state as they are.
             publish: called with each bucket after its update.
         """
+
+    def made(self) -> None:  # noqa: B027  # most need no count
+        """Count an update, once the host knows that it has changed something."""
 
     @abstractmethod
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
@@ -95,6 +100,7 @@ class BucketOptimizer:
         self._norm, self._wide = norm, norm.dtype
         self.sharding, self.pipeline, self._axes = sharding, pipeline, axes
         self._arriving: list[Tensor] = []  # gradients in the host's memory
+        self._numbers: dict[int, Tensor] = {}  # what the host reads of a step, by its length, in its memory
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
@@ -149,19 +155,53 @@ class BucketOptimizer:
 
         Returns:
             the norm before clipping; whether an update was made: a norm that is not finite, or a veto, leaves
-            everything unchanged; and the further numbers. They are read together: the host waits once.
+            everything unchanged; and the further numbers. They are read together: the host waits once, and
+            where the rule ``widens`` after it has asked for the update.
         """
-        norm = self.gradient_norm() / scale
-        asked = [norm, *([] if veto is None else [veto.wait()]), *([] if further is None else [further])]
-        total_norm, *others = torch.cat([numbers.to(torch.float64).view(-1) for numbers in asked]).tolist()
-        forbidden = veto is not None and bool(others.pop(0))
-        if forbidden or not math.isfinite(total_norm):
-            return total_norm, False, others
-        bound = total_norm + self.clip_epsilon
-        factor = (self.clip / bound if self.clip and bound > self.clip else 1.0) / scale
+        norm = self.gradient_norm().to(torch.float64) / scale
+        forbidden = None if veto is None else veto.wait()
+        factor = self._factor(norm, forbidden, scale)
+        read = self._reading([norm, factor, *([] if further is None else [further])])
         streams.of(self._norm.device).join(streams.SAVING)
-        self.rule.update(self._on_master(), rates, factor, publish)
+        if self.rule.widens:
+            self.rule.update(self._on_master(), rates, factor, publish)
+        total_norm, known, *others = read()
+        if math.isnan(known):
+            return total_norm, False, others
+        if not self.rule.widens:
+            self.rule.update(self._on_master(), rates, known, publish)
+        self.rule.made()
         return total_norm, True, others
+
+    def _factor(self, norm: Tensor, veto: Tensor | None, scale: float) -> Tensor:
+        """What gradients are multiplied by, given their norm: a float64 scalar on the device. NaN if nothing
+        may change."""
+        factor = torch.full_like(norm, 1 / scale)
+        if self.clip:
+            bound = norm + self.clip_epsilon
+            # Not clip / bound: torch multiplies by a reciprocal, which rounds twice.
+            factor = torch.where(bound > self.clip, torch.full_like(bound, self.clip) / bound / scale, factor)
+        allowed = norm.isfinite()
+        if veto is not None:
+            allowed &= (veto == 0).view(())
+        return torch.where(allowed, factor, math.nan)
+
+    def _reading(self, parts: Sequence[Tensor]) -> Callable[[], list[float]]:
+        """Start to read numbers of the device, ``[any]`` or scalars; returns how the host gets them."""
+        numbers = torch.cat([part.to(torch.float64).view(-1) for part in parts])
+        queue = streams.of(self._norm.device)
+        if not queue.apart:
+            return numbers.tolist
+        if len(numbers) not in self._numbers:
+            self._numbers[len(numbers)] = queue.pinned(torch.empty_like(numbers, device="cpu"))
+        copy = self._numbers[len(numbers)].copy_(numbers, non_blocking=True)
+        wait = queue.mark()
+
+        def read() -> list[float]:
+            wait()
+            return copy.tolist()
+
+        return read
 
     def _on_master(self) -> Iterator[Tensor]:
         """Every bucket's gradient in the master's format, where the master is.
@@ -215,18 +255,20 @@ class AdamW(Rule):
         self._updates = 0  # made so far
 
     def update(
-        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
+        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float | Tensor, publish: Publish
     ) -> None:
         """Bucket by bucket, so that a bucket can be gathered while the next is updated."""
         assert rates is not None, "AdamW has no learning rate of its own"
-        self._updates += 1
-        if self.widens:
+        if isinstance(factor, Tensor):
             self._update_compiled(gradients, rates, factor, publish)
         else:
             self._update_fused(gradients, rates, factor, publish)
 
+    def made(self) -> None:
+        self._updates += 1
+
     def _update_compiled(
-        self, gradients: Iterator[Tensor], rates: Rates, factor: float, publish: Publish
+        self, gradients: Iterator[Tensor], rates: Rates, factor: Tensor, publish: Publish
     ) -> None:
         update = maybe_compiled(_adamw_, True)
         constants: dict[tuple[float, float], Tensor] = {}
@@ -245,19 +287,19 @@ class AdamW(Rule):
     def _decay(self, bucket: Bucket) -> float:
         return self.settings.weight_decay if bucket.traits.decay else 0.0
 
-    def _constants(self, lr: float, decay: float, factor: float) -> Tensor:
+    def _constants(self, lr: float, decay: float, factor: Tensor) -> Tensor:
         """``[4]`` in the master's format, on the device: what gradients are multiplied by, what weights are,
         the step's length, the root of the correction of the second moment."""
-        first, second = (1 - beta**self._updates for beta in self.settings.betas)
-        numbers = (factor, 1 - lr * decay, lr / first, math.sqrt(second))
-        host = torch.tensor(numbers, dtype=self.buckets[0].master.dtype)
-        return streams.of(self._device).moved(host, self._device)
+        first, second = (1 - beta ** (self._updates + 1) for beta in self.settings.betas)
+        numbers = torch.tensor((1 - lr * decay, lr / first, math.sqrt(second)), dtype=torch.float64)
+        moved = streams.of(self._device).moved(numbers, self._device)
+        return torch.cat([factor.view(1), moved]).to(self.buckets[0].master.dtype)
 
     def _update_fused(
         self, gradients: Iterator[Tensor], rates: Rates, factor: float, publish: Publish
     ) -> None:
         divisor = self._divisor(factor)
-        updates = torch.full((), float(self._updates), dtype=torch.float32, device=self._device)
+        updates = torch.full((), float(self._updates + 1), dtype=torch.float32, device=self._device)
         beta1, beta2 = self.settings.betas
         for bucket, (first, second), runs, gradient in zip(
             self.buckets, self._moments, self._runs, gradients
@@ -309,13 +351,16 @@ def _adamw_(
     eps: float,
 ) -> None:
     """Overwrite a run of master values ``[elements]``, their moments, and their ``copy`` in another format;
-    ``constants``: see :meth:`AdamW._constants`."""
+    ``constants``: see :meth:`AdamW._constants`. A factor that is NaN changes nothing."""
     factor, kept, length, root = constants.unbind()
+    made = ~factor.isnan()
     gradient = gradient.to(master.dtype) * factor
-    first.lerp_(gradient, 1 - betas[0])
+    new_first = first.lerp(gradient, 1 - betas[0])
     # One interpolation: ``b v + (1 - b) g^2`` contracts to other fused multiply-adds in other configurations.
-    second.lerp_(gradient * gradient, 1 - betas[1])
-    master.mul_(kept).sub_(length * first / (second.sqrt() / root + eps))
+    new_second = second.lerp(gradient * gradient, 1 - betas[1])
+    new_master = master * kept - length * new_first / (new_second.sqrt() / root + eps)
+    for values, new in ((first, new_first), (second, new_second), (master, new_master)):
+        values.copy_(torch.where(made, new, values))
     if copy is not None:
         copy.copy_(master)
 

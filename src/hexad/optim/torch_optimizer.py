@@ -59,7 +59,7 @@ class TorchOptimizer(Rule):
 
     @torch.no_grad()
     def update(
-        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
+        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float | Tensor, publish: Publish
     ) -> None:
         """Elementwise optimizers bucket by bucket, so that one is gathered while the next is updated; others
         all at once: they may have numbers of their own, which a step advances."""

@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test durations test-slow test-gpu check format docs clean
@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
-test: setup  ## the default tests (about 8 minutes on two cores)
+test: setup  ## the default tests (about 6 minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 durations: setup  ## record how long the default tests take: the longest files begin

@@ -160,7 +160,6 @@ def check_generated(results: Mapping[int, Result], name: str, dtype: str) -> Non
 
 PAIRS = [
     ("llama", TRAINING[12], Degrees(tensor=3), "fp32"),
-    ("mistral", TRAINING[6], Degrees(tensor=2), "bf16"),
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
 ]

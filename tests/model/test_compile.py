@@ -136,7 +136,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 _KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2}
 
 
-_QUICK = ("add_rms", "swiglu_backward")
+_QUICK = ("add_rms",)
 
 
 @needs_compiler

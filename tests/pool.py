@@ -74,6 +74,8 @@ def _answer(
 
 _joined: str | None = None
 """The store of the world that this process is a rank of."""
+in_world: dict[str, Any] = {}
+"""What its jobs leave to each other."""
 
 
 def _join(rank: int, world: int, store: str, backend: str, limit: timedelta) -> None:
@@ -107,6 +109,7 @@ def _leave() -> None:
     import torch.distributed as dist
 
     _joined = None
+    in_world.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
     else:  # a world that was not set up has counted as a group, and groups meet by their number
@@ -163,7 +166,9 @@ class Pool:
             RankError: with every failing rank's traceback.
         """
         again = keep is not None and self._kept is not None and self._kept[:2] == (world, keep)
-        store = self._kept[2] if again and self._kept is not None else self._address()
+        if not again:
+            self.leave()
+        store = self._kept[2] if self._kept is not None else self._address()
         self._kept = None
         results = self._run(
             [(rank, world, store, keep is not None, function, arguments) for rank in range(world)]
@@ -171,6 +176,12 @@ class Pool:
         if keep is not None:
             self._kept = world, keep, store
         return results
+
+    def leave(self) -> None:
+        """End a world that is kept: its threads wake up a hundred times a second."""
+        if self._kept is not None:
+            size, self._kept = self._kept[0], None
+            self._run([(rank, size, None, False, int, ()) for rank in range(size)])
 
     def _address(self) -> str:
         """Where a world meets. A store in a file would be asked every 10 ms."""
@@ -193,7 +204,7 @@ class Pool:
         Raises:
             RankError: with every failing rank's traceback.
         """
-        self._kept = None
+        self.leave()
         jobs = [(rank, world, None, False, function, (rank, world, *arguments)) for rank in range(world)]
         return self._run(jobs)
 

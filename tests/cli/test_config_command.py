@@ -113,7 +113,9 @@ def test_memory_is_that_of_this_machine(gpu: bool, tmp_path: Path, monkeypatch: 
     """A laptop is not told of a GPU, unless another machine is checked for."""
     monkeypatch.setattr("hexad.topology.devices.gpu_visible", lambda: gpu)
     path = tmp_path / "run.yaml"
-    path.write_text("model: {layers: 1, hidden: 32, heads: 2}\nrun: {steps: 9, dir: none}\nlr_schedule: {warmup: 9}\n")
+    path.write_text(
+        "model: {layers: 1, hidden: 32, heads: 2}\nrun: {steps: 9, dir: none}\nlr_schedule: {warmup: 9}\n"
+    )
     text = call("config", "check", str(path)).out
     assert ("GPU" in text.split("note: no GPU")[0]) == gpu and ("in the host's memory" in text) != gpu
     assert ("note: no GPU is visible here" in text) != gpu

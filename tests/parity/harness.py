@@ -575,18 +575,14 @@ def layout_of(case: Case) -> Layout:
     return Layout.from_settings(case.config().parallel, case.world)
 
 
-_meshes: list[tuple[Any, Any]] = []
-"""The process group of all ranks, and the mesh that was made in it last."""
-
-
 def _mesh(layout: Layout, device: torch.device) -> Any:
     """A mesh; in a world that is kept for a layout that of the case before."""
     from hexad.topology.mesh import Mesh
 
-    world = torch.distributed.group.WORLD
-    if world is None or not _meshes or _meshes[0][0] is not world:
-        _meshes[:] = [(world, Mesh.create(layout, device))]
-    return _meshes[0][1]
+    world, kept = torch.distributed.group.WORLD, worker_pool.in_world
+    if world is None or kept.get("world") is not world:
+        kept.update(world=world, mesh=Mesh.create(layout, device))
+    return kept["mesh"]
 
 
 def _pieces(

@@ -48,11 +48,12 @@ from .mutations import MUTATIONS
 from .table import PAGE, context_rows, pipeline_rows, rows, state_rows
 
 
-@pytest.fixture(scope="session")
-def references() -> Iterator[References]:
-    pool = Pool()  # beside ranks that stay in their world from case to case
-    yield References(pool)
-    pool.close()
+@pytest.fixture(scope="module")
+def references(pool: Pool) -> Iterator[References]:
+    alone = Pool()  # beside ranks that stay in their world from case to case
+    yield References(alone)
+    alone.close()
+    pool.leave()
 
 
 def _by_layout(cases: Iterable[Case]) -> list[Case]:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class Forwarding(dist.ProcessGroup):
     def rank(self) -> int:
         """This rank's place in it."""
         return self.place
+
+    def _get_backend(self, device: torch.device) -> Forwarding:
+        """Itself, which torch asks from 2.14 on whether it takes messages together; it does not."""
+        return self
 
     def getBackendName(self) -> str:
         """The name it is registered by."""

@@ -443,7 +443,7 @@ schedules = st.builds(
 
 
 @given(schedule=schedules, directions=st.booleans(), data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_messages_of_any_schedule_arrive(schedule: Schedule, directions: bool, data: Any) -> None:
     seconds = st.lists(st.integers(1, 9), min_size=schedule.stages, max_size=schedule.stages).map(tuple)
     costs = Costs(data.draw(seconds), data.draw(seconds), data.draw(seconds))

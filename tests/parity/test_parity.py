@@ -137,7 +137,7 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
     generator = random.Random(seed)
     for every in (EVERY_PIPELINE, EVERY_STATE, EVERY_CONTEXT):
         case = generator.choice(every)
-        samples = generator.randint(1, 4) * case.variant.micro * case.data
+        samples = generator.randint(1, 6) * case.variant.micro * case.data
         case = replace(case, samples=samples, steps=3)
         differences = errors(run(pool, case), references.of(case))
         assert max(differences.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {differences}"

@@ -243,7 +243,7 @@ class _Tried:
     path: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As :meth:`Recorder.layer`."""
+        """What the layer computes, compared by :meth:`Recorder.layer`."""
         compute = partial(super().forward, *args, **kwargs)  # type: ignore[misc]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return self.recorder.layer(self.path, compute, inputs)

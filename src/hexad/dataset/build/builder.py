@@ -148,11 +148,7 @@ def build(
         HexadError: an input cannot be read or decoded (naming file and line), there is no text, or the output
             cannot be written.
     """
-    if os.path.basename(prefix) in ("", ".", ".."):
-        raise HexadError(f"--output: found '{prefix}', expected a prefix such as data/train")
-    name, ending = os.path.splitext(prefix)
-    if ending in (".bin", ".idx"):
-        raise HexadError(f"--output: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
+    _check_prefix(prefix)
     encoder = load_tokenizer(local_tokenizer(tokenizer))
     reading = reading_of(encoder, json_key, chat_template)
     found = find_files(inputs, include, exclude)
@@ -180,6 +176,15 @@ def build(
         eod=frame.eod if any_framed else None,
         bos=frame.bos if any_framed else (),
     )
+
+
+def _check_prefix(prefix: str | Path) -> None:
+    """Refuse a directory, and the name of one of the files that are written."""
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise HexadError(f"--output: found '{prefix}', expected a prefix such as data/train")
+    name, ending = os.path.splitext(prefix)
+    if ending in (".bin", ".idx"):
+        raise HexadError(f"--output: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
 
 
 def _not_written(files: Sequence[Found], prefix: str | Path) -> list[Found]:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from hexad.config import HexadError
 from hexad.dataset.build.builder import build
 from hexad.dataset.indexed import IndexedDataset
+from hexad.dataset.text.chat import load_chat_template
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 
@@ -44,6 +45,24 @@ def test_ids_and_masks_equal_those_of_transformers(tmp_path: Path, inside: bool)
         assert trained(data, document) == [bool(mask) for mask in expected["assistant_masks"]]
         assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
     assert data.mask is not None and data.mask.trained == sum(sum(trained(data, i)) for i in range(4))
+
+
+def test_renderings_of_one_template_share_nothing(tmp_path: Path) -> None:
+    """A conversation is rendered in the middle of another one, as by a thread that interrupts."""
+    spec = chat_tokenizer(tmp_path / "tok", GENERATION)
+    template = load_chat_template(spec)
+    assert template is not None
+    alone = [template.conversation(messages) for messages in CONVERSATIONS[:2]]
+    nested = []
+
+    class Interrupted(str):
+        def __add__(self, other: str) -> str:
+            nested.append(template.conversation(CONVERSATIONS[1]))
+            return str(self) + other
+
+    messages = [{**message, "content": Interrupted(message["content"])} for message in CONVERSATIONS[0]]
+    assert template.conversation(messages) == alone[0]
+    assert nested and all(rendering == alone[1] for rendering in nested)
 
 
 def test_answers_of_templates_without_generation_blocks(tmp_path: Path) -> None:

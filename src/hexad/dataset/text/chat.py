@@ -147,16 +147,15 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
     ) -> tuple[str, list[Span]]:
         """The text, and the ranges of its ``{% generation %}`` blocks."""
-        from .chat_extension import Generation
+        from .chat_extension import MARKS, Marks
 
         self.check()
         template = _compiled(self._source(tools))
         parts: list[str] = []
-        blocks: list[Span] = []
-        marks = template.environment.extensions[Generation.identifier]
-        marks.parts, marks.blocks = parts, blocks
+        marks = Marks()
         variables = {
             **self.special,
+            MARKS: marks,
             "messages": [_plain(message) for message in messages],
             "tools": tools,
             "documents": None,
@@ -164,14 +163,15 @@ class ChatTemplate:
         }
         try:
             for part in template.generate(**variables):
-                parts += [part]  # one at a time: blocks are placed after those before
+                parts.append(part)
+                marks.length += len(part)  # blocks are placed after the parts before
         except Exception as error:  # a template may raise anything
             silent = [n for n, message in enumerate(messages) if message.get("content") is None]
             hint = f'; messages[{silent[0]}] has no content: the template may need ""' if silent else ""
             raise HexadError(
                 f"the chat template of {self.name} refuses the conversation: {one_line(error)}{hint}"
             ) from None
-        return "".join(parts), blocks
+        return "".join(parts), marks.blocks
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -1,34 +1,44 @@
 """``{% generation %} ... {% endgeneration %}`` in chat templates: what the assistant writes."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import Environment, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+
+MARKS = "__generation_marks__"
+"""The variable of a rendering that has its :class:`Marks`."""
 
 
-class Generation(Extension):
-    """Renders the blocks as if they were not marked, and records where they stand in the text.
+@dataclass
+class Marks:
+    """Where the blocks of one rendering are in its text.
 
     Attributes:
-        parts: the text so far, collected by whoever renders it.
+        length: characters of the text so far, counted by the caller that renders it.
         blocks: (start, end) of each block.
     """
 
-    tags = {"generation"}
+    length: int = 0
+    blocks: list[tuple[int, int]] = field(default_factory=list)
 
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self.parts: list[str] = []
-        self.blocks: list[tuple[int, int]] = []
+
+class Generation(Extension):
+    """Renders the blocks as if they were not marked, and records where they are in the text. A compiled
+    template is shared by threads, so what is recorded belongs to the rendering, not to the extension."""
+
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
+        record = self.call_method("_record", [nodes.ContextReference()])
+        return nodes.CallBlock(record, [], [], body).set_lineno(line)
 
-    def _record(self, caller: Any) -> str:
+    def _record(self, context: Context, caller: Any) -> str:
         text = str(caller())
-        start = sum(map(len, self.parts))
-        self.blocks.append((start, start + len(text)))
+        marks = context.parent[MARKS]  # a template's own variable of this name does not matter
+        marks.blocks.append((marks.length, marks.length + len(text)))
         return text

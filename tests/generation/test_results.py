@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hexad.generation.requests import Logprob, Request, Update
 
 from ..dataset.tokenizers import made
 
-pytest.importorskip("fastapi")
+pytest.importorskip("starlette")
 
 
 @pytest.fixture(scope="module")
@@ -23,24 +22,23 @@ def text_of(tmp_path_factory: pytest.TempPathFactory):
 
 def result(text: TokenText, form: str, prompt: Any, new: list[Logprob], **fields: Any) -> dict[str, Any]:
     """The result of a request whose new tokens are these, and those of its prompt unlikely."""
-    from hexad.generation.server.app import _Chat, _Completion, _Texts
+    from hexad.generation.server.forms import ChatForm, CompletionForm, Texts
     from hexad.generation.server.protocol import ChatRequest, CompletionRequest
 
     ids = (*text.tokenizer.bos, *text.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-    pages = SimpleNamespace(name="m", service=SimpleNamespace(generator=SimpleNamespace(text=text)))
     kind: Any
     if form == "chat":
         body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
-        kind = _Chat(pages, ChatRequest(model="m", **body))
+        kind = ChatForm(ChatRequest(model="m", **body), None)
     else:
-        kind = _Completion(pages, CompletionRequest(model="m", prompt=prompt, logprobs=2, **fields))
-    texts = _Texts(kind, [Request(ids, len(new))], [ids], text)
+        kind = CompletionForm(CompletionRequest(model="m", prompt=prompt, logprobs=2, **fields), text)
+    texts = Texts(kind, [Request(ids, len(new))], [ids], text, "m")
     scores = tuple(Logprob(token, -2.0, ((ids[0], -1.0), (token, -2.0))) for token in ids[1:])
     decoder = text.decoder(ids)
     shown = "".join(decoder.add(one.token).text for one in new) + (decoder.end() if new else "")
     tokens = tuple(one.token for one in new)
     texts._texts[0].add(Update(0, shown, tokens, tuple(new), scores, "length"))
-    return texts.document()["choices"][0]
+    return json.loads(texts.content(), parse_constant=pytest.fail)["choices"][0]
 
 
 def test_echo_of_a_tokenizer_that_puts_a_space(text_of) -> None:
@@ -123,10 +121,11 @@ def test_an_echo_that_ends_inside_a_character(text_of, kind: str) -> None:
 
 def test_a_token_that_cannot_follow_is_null_in_json(text_of) -> None:
     """JSON has no -Infinity."""
-    from hexad.generation.server.app import _event
+    from hexad.generation.server.forms import _event
 
     text = text_of("llama")
     new = [Logprob(text.tokenizer.encode("a")[-1], -float("inf"), ((5, -float("inf")),))]
     choice = result(text, "completion", "hello", new)
-    line = _event({"choices": [choice]}).decode().removeprefix("data: ")
-    assert json.loads(line, parse_constant=pytest.fail)["choices"][0]["logprobs"]["token_logprobs"] == [None]
+    assert choice["logprobs"]["token_logprobs"] == [None]
+    line = _event({"choices": [{"value": -float("inf")}]}).decode().removeprefix("data: ")
+    assert json.loads(line, parse_constant=pytest.fail)["choices"] == [{"value": None}]

@@ -151,7 +151,7 @@ def _prompts(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _schema(file: str | None) -> str | None:
     from hexad.config.files import readable
-    from hexad.generation.texts import schema_text
+    from hexad.generation.grammars import schema_text
 
     if file is None:
         return None

@@ -34,6 +34,15 @@ _KEYS = "HEXAD_API_KEY"
     help="Key that requests need; several with several options. Other users of this machine see command "
     f"lines: {_KEYS} in the environment, with spaces between keys, is safer.",
 )
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Name under which clients reach a server without keys, besides its addresses, localhost, and the "
+    "machine's own; several with several options.",
+)
+@click.option("--strict", is_flag=True, help="Refuse fields of requests that are not known.")
 @nproc_option("tensor")
 def serve(source: str, nproc: int, keys: tuple[str, ...], **options: Any) -> int:
     """Answer requests of OpenAI's interface: /v1/completions, /v1/chat/completions, /v1/models.
@@ -45,7 +54,7 @@ def serve(source: str, nproc: int, keys: tuple[str, ...], **options: Any) -> int
     from hexad.launching.environment import environment
     from hexad.planning.saved_model import find_model, generating_model
 
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise HexadError(f"serve: needs {', '.join(missing)}: pip install 'hexad[serve]'")
     nproc = environment().world if environment().joined else nproc
@@ -80,4 +89,5 @@ def serve_here(request: dict[str, Any]) -> None:
     saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
     keys = json.loads(Path(request["keys"]).read_text()) if request["keys"] else ()
     where = request["host"], request["port"]
-    serve_rank(saved, *where, request["name"], keys, lambda line: click.echo(line, err=True))
+    access = {"keys": keys, "hosts": request["hosts"], "strict": request["strict"]}
+    serve_rank(saved, *where, request["name"], access, lambda line: click.echo(line, err=True))

@@ -470,6 +470,19 @@ class InferenceSettings(Settings):
     """Requests that wait in ``hexad serve``; more are refused with status 429."""
     grace: NonNegativeFloat = 30.0
     """Seconds that ``hexad serve`` has for running requests after it was asked to stop."""
+    body_mib: Positive = 8
+    """MiB of a request to ``hexad serve`` at most. Reading 8 MiB keeps others waiting for about 0.1 s."""
+    requests_mib: Positive = 1024
+    """MiB that ``hexad serve`` keeps of requests under way: what has arrived of them, ids, and
+    log-probabilities; more are refused with status 429."""
+    connections: Positive | Literal["auto"] = "auto"
+    """Connections of ``hexad serve`` that are open at once; ``auto``: as many as the process may have files.
+    Where there are more, those that have waited longest for their clients are closed."""
+    client_timeout: PositiveFloat = 30.0
+    """Seconds that a client of ``hexad serve`` may take to send a request, to begin another one, or to accept
+    a part of its answer."""
+    kernels: Positive = 128
+    """Kernels for products on CPUs that oneDNN keeps, one for each shape; about 0.2 MB each in fp32."""
 
 
 class Config(Settings):

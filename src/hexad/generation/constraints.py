@@ -1,33 +1,45 @@
-"""Texts that conform to a JSON schema: the ``llguidance`` package says which tokens may follow."""
+"""Texts that conform to a grammar: the ``llguidance`` package says which tokens may follow."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError
 from hexad.dataset.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 
-_FORM = {"whitespace_flexible": False}
-"""Of the texts: with optional white space, a model may write nothing else."""
+_LARGEST = 256 * 2**10
+"""Bytes of a grammar: the time that compiling takes grows with their square (2 s)."""
+_KEPT = 16
+"""Compiled grammars that are kept."""
+_PROBED = 2
+_MOST_ITEMS = 10_000
+"""Items of a row of the parser, four for each property of an object that may follow."""
 
 
-class JsonConstraint:
+class GrammarConstraint:
     """Which tokens may follow in one text: a :class:`~hexad.generation.sampler.Constraint`."""
 
-    def __init__(self, matcher: Any, vocab: int, end: int) -> None:
-        self._matcher, self._vocab, self._end = matcher, vocab, end
+    def __init__(self, compiled: Future[Any], vocab: int, end: int) -> None:
+        self._compiled, self._vocab, self._end = compiled, vocab, end
 
-    def allowed(self, device: torch.device) -> Tensor:
-        """bool ``[vocab]``."""
-        bits = np.unpackbits(
-            np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
-        )
-        allowed = bits[: self._vocab].astype(bool)
+    @cached_property
+    def _matcher(self) -> Any:
+        return self._compiled.result().deep_copy()
+
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """bool ``[vocab]``; None if the grammar is too complex to go on."""
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            return None
+        allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+        allowed = allowed[: self._vocab].astype(bool)
         allowed[self._end] |= not allowed.any()  # the text is complete, or cannot be completed
         return torch.from_numpy(allowed).to(device)
 
@@ -38,7 +50,7 @@ class JsonConstraint:
 
 
 class Constraints:
-    """Makes the constraints of one model's texts.
+    """Makes the constraints of one model's texts. A grammar is compiled once for all of them.
 
     Args:
         tokenizer: of the texts.
@@ -47,34 +59,55 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._of_tokenizer = lru_cache(maxsize=1)(self._loaded)
+        self._lock = threading.Lock()
+        self._compiled = lru_cache(maxsize=_KEPT)(self._begun)
 
-    def check(self, schema: str) -> None:
-        """See whether a schema can be used.
+    def check(self, grammar: str, field: str = "--schema") -> None:
+        """Compile a grammar; ``field`` is the setting that it follows from, for messages.
 
         Raises:
-            HexadError: it cannot, or ``llguidance`` is not installed.
+            HexadError: it cannot be used, or ``llguidance`` is not installed.
         """
-        guide, tokenizer = _package(), self._of_tokenizer()
+        if len(grammar) > _LARGEST:
+            problem = f"found one of {len(grammar):,} bytes, expected at most {_LARGEST:,}"
+            raise ConfigError(field, problem)
+        _package(field)
         try:
-            grammar = guide.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
-            wrong, problems = guide.LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
-        except ValueError as error:
-            wrong, problems = True, [str(error)]
-        if wrong:
-            problem = " ".join(problems[0].split())[:200]
-            raise ConfigError("--schema", f"found one that cannot be used: {problem}")
+            matcher = self._future(grammar).result().deep_copy()
+        except ConfigError as error:  # of the tokenizer
+            raise ConfigError(field, error.problem) from None
+        for _ in range(_PROBED):  # what every text begins with leads to the most complex places
+            if not matcher.is_error():
+                matcher.consume_tokens(matcher.compute_ff_tokens())
+                matcher.compute_bitmask()
+        if matcher.is_error():
+            problem = " ".join(matcher.get_error().split())[:200]
+            raise ConfigError(field, f"found one that cannot be used: {problem}")
 
-    def __call__(self, schema: str) -> JsonConstraint:
-        """The constraint of a new text."""
+    def __call__(self, grammar: str) -> GrammarConstraint:
+        """The constraint of a new text. Compiling may take a while: it does not wait for that."""
+        assert self._tokenizer.eod is not None, "the grammar was not checked"
+        return GrammarConstraint(self._future(grammar), self._vocab, self._tokenizer.eod)
+
+    def _future(self, grammar: str) -> Future[Any]:
+        with self._lock:
+            return self._compiled(grammar)
+
+    def _begun(self, grammar: str) -> Future[Any]:
+        return self._threads.submit(self._compile, grammar)
+
+    def _compile(self, grammar: str) -> Any:
         guide = _package()
-        grammar = guide.LLMatcher.grammar_from_json_schema(schema, overrides=_FORM)
-        assert self._tokenizer.eod is not None, "the schema was not checked"
-        return JsonConstraint(
-            guide.LLMatcher(self._of_tokenizer(), grammar), self._vocab, self._tokenizer.eod
-        )
+        limits = guide.LLParserLimits(max_items_in_row=_MOST_ITEMS, verbose_errors=False)
+        return guide.LLMatcher(self._of_tokenizer, grammar, log_level=0, limits=limits)
 
-    def _loaded(self) -> Any:
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        # One: the package does not hold Python's lock, and others shall go on.
+        return ThreadPoolExecutor(1, thread_name_prefix="hexad-grammar")
+
+    @cached_property
+    def _of_tokenizer(self) -> Any:
         guide, tokenizer = _package(), self._tokenizer
         end = tokenizer.eod
         if end is None:
@@ -104,9 +137,10 @@ class _Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def _package() -> Any:
+def _package(field: str = "--schema") -> Any:
     try:
         import llguidance
     except ImportError:
-        raise HexadError("--schema: needs the llguidance package: pip install 'hexad[constraints]'") from None
+        problem = "needs the llguidance package: pip install 'hexad[constraints]'"
+        raise ConfigError(field, problem) from None
     return llguidance

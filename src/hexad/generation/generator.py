@@ -4,6 +4,7 @@ data ranks: the one generator behind the commands, the server, evaluation and th
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,6 +45,7 @@ class Generator:
         saved: the model.
         tokenizer: its tokenizer.
         text: what each of its tokens adds to a text.
+        constraints: makes the constraints of texts that conform to a grammar.
         first: whether this is the first rank.
         warn: called with a message, once, where a request has more positions than the model was made for.
 
@@ -98,6 +100,7 @@ class Generator:
     def _build(self, saved: SavedModel, mesh: Mesh, resolved: Resolved, engine: Engine | None = None) -> None:
         self.saved, self._mesh, config, layers = saved, mesh, resolved.config, resolved.plan.layers
         self.first = mesh.rank == 0
+        _bound_kernels(config.inference.kernels)
         self.tokenizer = agreed(saved.tokenizer, mesh.world)
         if engine is None:
             self._model = load_model(config, saved.weights, mesh, layers)
@@ -108,10 +111,10 @@ class Generator:
             self._model = converted(build_model(config, mesh, layers, dtype), dtype)
             self._weights = Weights(self._model)
             self._take(engine)
-        self._constraints = Constraints(self.tokenizer, self._model.vocab)
+        self.constraints = Constraints(self.tokenizer, self._model.vocab)
         # Its cache takes of the memory that is left.
         self.text = TokenText(self.tokenizer)
-        self._replica = make_replica(self._model, config, mesh, saved.positions, self.text, self._constraints)
+        self._replica = make_replica(self._model, config, mesh, saved.positions, self.text, self.constraints)
         self.scheduler = self._replica.scheduler
         self._links = connected(mesh)
         for link in self._links:
@@ -250,10 +253,10 @@ class Generator:
         checked = None
         for number, prompt in enumerate(prompts):
             own = wanted.of_prompt(prompt, f"prompt {number + 1}")
-            if own.schema is not None and own.schema != checked:
-                self._constraints.check(own.schema)
-                checked = own.schema
             for request in own.requests(prompt, self.encoder, f"prompt {number + 1}"):
+                if request.grammar is not None and request.grammar != checked:
+                    self.constraints.check(request.grammar)
+                    checked = request.grammar
                 self.check(request)
                 yield number, prompt, request
 
@@ -331,3 +334,10 @@ class Generator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _bound_kernels(count: int) -> None:
+    """Bound the kernels that oneDNN and PyTorch keep for products on CPUs, one for each number of tokens in a
+    step; both read these variables with the first product, and keep 1,024 otherwise."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(count))

@@ -8,6 +8,7 @@ from math import isnan
 from typing import Any
 
 from hexad.comm.messages import Outbox, take
+from hexad.config import NOT_FINITE
 from hexad.dataset.text.token_text import TokenText
 from hexad.topology.mesh import Mesh
 
@@ -78,7 +79,7 @@ class Replica:
             self._complete.append(Update(number, prompt_logprobs=(), ended="length"))
             return
         decoder = self._text.decoder(request.prompt)
-        stream = TextStream(decoder, self._text.specials, request.stop)
+        stream = TextStream(decoder, self._text.specials, request.stop, request.shown)
         self._sessions[number] = _Session(request, stream)
         # Nothing follows the last token of a prompt that is only scored.
         ids = request.prompt if request.tokens else request.prompt[:-1]
@@ -143,21 +144,23 @@ class Replica:
         if outcome is None:
             outcome = take(self._world, self._sampler)
         self.scheduler.done(lane, parts)
-        failed = {number for number, choice in outcome.choices.items() if choice.token is None}
+        failed = {
+            number: choice.problem for number, choice in outcome.choices.items() if choice.token is None
+        }
         for number, (begin, logprobs) in outcome.scores.items():
             if (session := self._sessions.get(number)) is not None:
                 session.scores.update(enumerate(logprobs, begin))
             if any(isnan(one.value) for one in logprobs):
-                failed.add(number)
-        updates = [self._failed(number) for number in failed & self._sessions.keys()]
+                failed[number] = NOT_FINITE
+        updates = [self._failed(number, failed[number]) for number in failed.keys() & self._sessions.keys()]
         others = (self._update(part, outcome.choices.get(part.number)) for part in parts)
         return [*updates, *(update for update in others if update is not None)]
 
-    def _failed(self, number: int) -> Update:
-        """End a request whose logits are not finite."""
+    def _failed(self, number: int, problem: str) -> Update:
+        """End a request that cannot be completed."""
         self._sessions.pop(number)
         self._close(number)
-        return Update(number, ended="failed")
+        return Update(number, problem, ended="failed")
 
     def _update(self, part: Part, choice: Choice | None) -> Update | None:
         """What a part of a step has brought, if anything."""
@@ -182,7 +185,7 @@ class Replica:
         if choice.token in request.ends:
             text, ended = "", "document"
         else:
-            text = session.text.add(choice.token)
+            text = session.text.add(choice.token, session.new > request.min_tokens)
         if ended is not None and not session.text.stopped:
             text += session.text.end()
         if session.text.stopped and ended != "document":

@@ -14,7 +14,7 @@ MOST_LOGPROBS = 20
 
 Ending = Literal["document", "stop", "length", "failed"]
 """What ends a text: a token that ends a document or an answer, a text to stop at, or the number of tokens; or
-logits that are not finite, with which no text is completed."""
+a failure, such as logits that are not finite, with which no text is completed."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,9 @@ class Request:
         logprobs: the log-probability of each new token is wanted, with so many of the most likely ones
             beside it; None: not.
         prompt_logprobs: the same of the prompt's tokens but the first.
-        schema: a JSON schema, as JSON, that the text conforms to; None for any text.
+        grammar: that the text conforms to, see :mod:`hexad.generation.grammars`; None for any text.
+        min_tokens: new ids before which neither ``ends`` nor ``stop`` end it.
+        shown: special tokens that are part of the text.
     """
 
     prompt: tuple[int, ...]
@@ -152,7 +154,9 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    schema: str | None = None
+    grammar: str | None = None
+    min_tokens: int = 0
+    shown: frozenset[int] = frozenset()
 
     @property
     def longest(self) -> int:
@@ -166,7 +170,7 @@ class Update:
 
     Attributes:
         number: of the request.
-        text: its new text.
+        text: its new text; of a failure, what the problem is.
         tokens: its new ids.
         logprobs: theirs, where they were asked for.
         prompt_logprobs: those of the prompt, where they were asked for; once.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hexad.config import NOT_FINITE
 from hexad.parallel import exact
 
 from .requests import Logprob, Request, drawn, stream
@@ -20,8 +21,8 @@ from .requests import Logprob, Request, drawn, stream
 class Constraint(Protocol):
     """Which tokens may follow in a text of a given form."""
 
-    def allowed(self, device: torch.device) -> Tensor:
-        """bool ``[vocab]``."""
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """bool ``[vocab]``; None if that cannot be said."""
         ...
 
     def accept(self, token: int) -> None:
@@ -30,10 +31,11 @@ class Constraint(Protocol):
 
 
 class Choice(NamedTuple):
-    """A token that was chosen, and how likely it was, if that is wanted; None: no logits that are finite."""
+    """A token that was chosen, and how likely it was, if that is wanted; or why none can be."""
 
     token: int | None
     logprob: Logprob | None = None
+    problem: str = ""
 
 
 @dataclass(eq=False)
@@ -45,19 +47,25 @@ class _State:
     constraint: Constraint | None
     new: int = 0
     seen: Counter[int] = field(default_factory=Counter)  # in the new text
+    problem: str = ""  # why no token can be chosen
 
     @property
     def plain(self) -> bool:
         """Whether the model's logits are used as they are."""
         sampling = self.request.sampling
-        return not (sampling.logit_bias or sampling.penalised or self.constraint)
+        return not (sampling.logit_bias or sampling.penalised or self.constraint or self.early)
+
+    @property
+    def early(self) -> bool:
+        """Whether the text may not end yet."""
+        return self.new < self.request.min_tokens
 
 
 class Sampler:
     """Chooses tokens, on the first rank of the last stage.
 
     Args:
-        constrain: makes the constraint of a JSON schema.
+        constrain: makes the constraint of a grammar.
         exactly: log-probabilities are those of exact arithmetic.
     """
 
@@ -68,7 +76,7 @@ class Sampler:
     def open(self, number: int, request: Request) -> None:
         """Prepare for a sequence."""
         key = stream(request.sampling.seed, request.sample, request.prompt)
-        constraint = None if request.schema is None else self._constrain(request.schema)
+        constraint = None if request.grammar is None else self._constrain(request.grammar)
         self._states[number] = _State(request, key, constraint)
 
     def close(self, number: int) -> None:
@@ -80,7 +88,8 @@ class Sampler:
         return self._states[number].request.prompt_logprobs
 
     def choose(self, logits: Tensor, numbers: Sequence[int]) -> list[Choice]:
-        """The next token of each sequence, which from now on is part of it; None where logits are not finite.
+        """The next token of each sequence, which from now on is part of it; None where logits are not finite,
+        or where a grammar is too complex.
 
         Args:
             logits: ``[sequences, vocab]``, in at least float32.
@@ -111,12 +120,17 @@ class Sampler:
                 logprobs[row] = logprob
         for state, token in zip(states, chosen):
             if token < 0:
+                state.problem = state.problem or NOT_FINITE
+            if state.problem:
                 continue
             state.new += 1
             state.seen[token] += 1
             if state.constraint is not None:
                 state.constraint.accept(token)
-        return [Choice(None if token < 0 else token, logprob) for token, logprob in zip(chosen, logprobs)]
+        return [
+            Choice(None, None, state.problem) if state.problem else Choice(token, logprob)
+            for state, token, logprob in zip(states, chosen, logprobs)
+        ]
 
     def _change(self, row: Tensor, state: _State) -> None:
         """Add what a request adds to its logits ``[vocab]``, in place."""
@@ -131,8 +145,14 @@ class Sampler:
         if state.seen and (sampling.presence_penalty or sampling.frequency_penalty):
             ids, counts = (torch.tensor(part, device=row.device) for part in zip(*sorted(state.seen.items())))
             row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.dtype)
+        if state.early and state.request.ends:
+            row[sorted(end for end in state.request.ends if end < len(row))] = -torch.inf
         if state.constraint is not None:
-            row.masked_fill_(~state.constraint.allowed(row.device)[: len(row)], -torch.inf)
+            allowed = state.constraint.allowed(row.device)
+            if allowed is None:
+                state.problem = "the grammar of the text is too complex"
+            else:
+                row.masked_fill_(~allowed[: len(row)], -torch.inf)
 
 
 def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:

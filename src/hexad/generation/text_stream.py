@@ -1,6 +1,6 @@
 """The text of a sequence as its ids come, up to a text that stops it. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from hexad.dataset.text.token_text import TextDecoder
 
@@ -16,22 +16,34 @@ class TextStream:
         specials: the texts of special tokens by id. They are not part of the text, but texts that stop it may
             contain them.
         stop: texts at which it ends.
+        shown: special tokens that are part of the text.
     """
 
-    def __init__(self, decoder: TextDecoder, specials: dict[int, str], stop: Sequence[str] = ()) -> None:
-        self._decoder, self._specials = decoder, specials
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        specials: dict[int, str],
+        stop: Sequence[str] = (),
+        shown: Container[int] = (),
+    ) -> None:
+        self._decoder, self._specials, self._shown = decoder, specials, shown
         self._stop = [text for text in stop if text]
         # What may still become part of a text that stops it; of each character 0 if it is shown, else whether
         # it is the first of a special token (1) or not (2).
         self._held, self._hidden = "", b""
         self.stopped = False
 
-    def add(self, token: int) -> str:
-        """Add an id; returns the new text that is certain."""
+    def add(self, token: int, may_stop: bool = True) -> str:
+        """Add an id, after which the text may or may not stop; returns the new text that is certain."""
         text = self._decoder.add(token).text
+        special = self._specials.get(token, "")
+        if token in self._shown:
+            text, special = text + special, ""
         if not self._stop:
             return text
-        special = self._specials.get(token, "")
+        if not may_stop:
+            held, self._held, self._hidden = self._cut(len(self._held)), "", b""
+            return held + text
         self._held += text + special
         self._hidden += bytes(len(text)) + b"\1" * bool(special) + b"\2" * (len(special) - 1)
         return self._passed()

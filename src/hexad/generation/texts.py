@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from hexad.config import NOT_FINITE, ConfigError, HexadError, counted, did_you_mean, in_python
+from hexad.config import ConfigError, HexadError, counted, did_you_mean, in_python
 
+from .grammars import of_schema, schema_text
 from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
 
@@ -53,6 +53,11 @@ class Wanted:
             each; None: not.
         prompt_logprobs: the same of prompts.
         schema: a JSON schema, as JSON, that texts conform to.
+        grammar: any other grammar that they conform to, see :mod:`hexad.generation.grammars`.
+        min_tokens: new ids before which no text ends.
+        ignore_eos: the tokens that end documents and answers do not end a text.
+        stop_token_ids: other tokens that do.
+        skip_special_tokens: special tokens are no part of a text.
 
     Raises:
         ConfigError: a number out of range, several samples that would all be the same, an empty text to
@@ -66,6 +71,11 @@ class Wanted:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     schema: str | None = None
+    grammar: str | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", self.prompt_logprobs is None), ("samples", 1)):
@@ -95,6 +105,22 @@ class Wanted:
                 text.encode()
             except (AttributeError, UnicodeEncodeError):
                 raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        """Check what ends a text besides ``stop``."""
+        least = self.min_tokens
+        if not isinstance(least, int) or isinstance(least, bool) or not 0 <= least <= max(self.tokens, 0):
+            expected = f"0 to tokens, {self.tokens}"
+            raise ConfigError("--min-tokens", f"found {least!r}, expected {expected}")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}", f"found {value!r:.60}, expected true or false"
+                )
+        ids = self.stop_token_ids
+        if len(ids) > _MOST_STOPS or not all(type(token) is int and token >= 0 for token in ids):
+            raise ConfigError("--stop-token-ids", f"found {ids!r:.60}, expected at most {_MOST_STOPS} ids")
 
     def replaced(self, settings: Mapping[str, Any]) -> Wanted:
         """With some of :class:`Settings` in place of its own, each checked. A temperature of 0 replaces what
@@ -118,6 +144,11 @@ class Wanted:
             if not isinstance(stop, str | list | tuple):
                 raise ConfigError("--stop", f"found {stop!r:.60}, expected a text or a list of texts")
             given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "stop_token_ids" in given:
+            ids = given["stop_token_ids"]
+            if not isinstance(ids, list | tuple):
+                raise ConfigError("--stop-token-ids", f"found {ids!r:.60}, expected a list of ids")
+            given["stop_token_ids"] = tuple(ids)
         if given.get("schema") is not None:
             given["schema"] = schema_text(given["schema"])
         changed = asked_sampling(replace(self.sampling, **sampling)) if sampling else self.sampling
@@ -142,21 +173,22 @@ class Wanted:
         Raises:
             HexadError: the prompt cannot be used.
         """
-        ids, ends = encoder.ids(prompt, name), encoder.ends(prompt)
-        return [
-            Request(
-                ids,
-                self.tokens,
-                self.sampling,
-                sample,
-                ends,
-                self.stop,
-                self.logprobs,
-                self.prompt_logprobs,
-                self.schema,
-            )
-            for sample in range(self.samples)
-        ]
+        ids = encoder.ids(prompt, name)
+        ends = frozenset() if self.ignore_eos else encoder.ends(prompt)
+        shown = frozenset() if self.skip_special_tokens else frozenset(encoder.specials.values())
+        request = Request(
+            ids,
+            self.tokens,
+            self.sampling,
+            ends=ends | frozenset(self.stop_token_ids),
+            stop=self.stop,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            grammar=self.grammar if self.schema is None else of_schema(self.schema),
+            min_tokens=self.min_tokens,
+            shown=shown,
+        )
+        return [replace(request, sample=sample) for sample in range(self.samples)]
 
 
 class Settings(TypedDict, total=False):
@@ -180,6 +212,10 @@ class Settings(TypedDict, total=False):
             beside each, up to 20; None: not.
         prompt_logprobs: the same of the prompts' tokens but the first.
         schema: a JSON schema that texts conform to (``pip install 'hexad[constraints]'``).
+        min_tokens: new tokens before which no text ends; 0.
+        ignore_eos: write on after the tokens that end documents and answers; false.
+        stop_token_ids: other tokens that end a text.
+        skip_special_tokens: special tokens are no part of a text; true.
     """
 
     tokens: int
@@ -197,6 +233,10 @@ class Settings(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     schema: Any
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: Sequence[int]
+    skip_special_tokens: bool
 
 
 def wanted(settings: Mapping[str, Any]) -> Wanted:
@@ -213,21 +253,6 @@ def wanted(settings: Mapping[str, Any]) -> Wanted:
 def _id(token: Any) -> Any:
     """A token's id, in JSON a text."""
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
-
-
-def schema_text(schema: object) -> str:
-    """A JSON schema, given as an object or as JSON, as JSON.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    try:
-        tree = json.loads(schema) if isinstance(schema, str) else schema
-        if not isinstance(tree, dict):
-            raise ValueError(f"found {tree!r:.60}, expected an object")
-        return json.dumps(tree)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError("--schema", f"is not a JSON schema: {error}") from None
 
 
 def asked(prompts: Any) -> list[Prompt]:
@@ -252,7 +277,7 @@ def continuation(number: int, request: Request, prompt: Any, updates: Sequence[U
     assert ended is not None
     if ended == "failed":
         place = len(request.prompt) + sum(len(update.tokens) for update in updates)
-        raise HexadError(f"prompt {number + 1}: after {counted(place, 'token')} {NOT_FINITE}")
+        raise HexadError(f"prompt {number + 1}: after {counted(place, 'token')} {updates[-1].text}")
     scores = [update.prompt_logprobs for update in updates if update.prompt_logprobs is not None]
     return Continuation(
         number,

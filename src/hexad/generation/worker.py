@@ -46,7 +46,7 @@ class Worker:
         model: this rank's stage.
         memory: its cache, by layer.
         pipeline: the axis of the stages.
-        constrain: makes the constraint of a JSON schema.
+        constrain: makes the constraint of a grammar.
     """
 
     def __init__(

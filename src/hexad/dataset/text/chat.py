@@ -70,15 +70,40 @@ class ChatTemplate:
             problem = " ".join((error.message or "").split())
             raise HexadError(f"{self.name}:{error.lineno}: not a chat template: {problem}") from None
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt: bool = False,
+        tools: list[Any] | None = None,
+        values: Mapping[str, Any] | None = None,
+        continued: bool = False,
+    ) -> str:
         """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
 
-        ``prompt``: the beginning of the assistant's answer follows (``add_generation_prompt``).
+        Args:
+            messages: of the conversation.
+            prompt: the beginning of the assistant's answer follows (``add_generation_prompt``).
+            tools: schemas of functions that the assistant may call.
+            values: other variables of the template, such as ``enable_thinking``.
+            continued: the text ends with the last message's content (``continue_final_message``).
 
         Raises:
-            HexadError: the template refuses the conversation or fails.
+            HexadError: the template refuses the conversation or fails, or has no place for ``tools`` or for
+                the message that is continued.
         """
-        return self._rendered(messages, None, prompt)[0]
+        self._check_tools(tools)
+        text = self._rendered(messages, tools, prompt, values)[0]
+        if not continued:
+            return text
+        last = messages[-1].get("content")
+        place = text.rfind(last.strip()) if isinstance(last, str) and last.strip() else -1
+        if place < 0 or not isinstance(last, str):
+            problem = f"the chat template of {self.name} does not render the last message's content"
+            raise HexadError(f"{problem}, which is to be continued")
+        # A template may remove white space around it.
+        kept = last.lstrip()
+        return text[: place + len(kept if text.startswith(kept, place) else last.strip())]
 
     def conversation(
         self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
@@ -94,11 +119,7 @@ class ChatTemplate:
                 place for ``tools``.
         """
         source = self._source(tools)
-        if tools and "tools" not in source:
-            raise HexadError(
-                f"has 'tools', which the chat template of {self.name} does not render; leave them out, or "
-                "give another template (--chat-template FILE)"
-            )
+        self._check_tools(tools)
         text, blocks = self._rendered(messages, tools, False)
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if _GENERATION.search(source):
@@ -134,6 +155,13 @@ class ChatTemplate:
         answer = text[slice(*spans[-1])] if spans else ""
         return max(filter(answer.endswith, specials), key=len, default=None)
 
+    def _check_tools(self, tools: list[Any] | None) -> None:
+        if tools and "tools" not in self._source(tools):
+            raise HexadError(
+                f"has 'tools', which the chat template of {self.name} does not render; leave them out, or "
+                "give another template (--chat-template FILE)"
+            )
+
     def _source(self, tools: list[Any] | None) -> str:
         """The template of conversations with these tools."""
         return self.source if tools is None or self.tool_source is None else self.tool_source
@@ -144,7 +172,11 @@ class ChatTemplate:
         return len(end) if end.endswith(self.ends) else len(answer)
 
     def _rendered(
-        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        prompt: bool,
+        values: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """The text, and the ranges of its ``{% generation %}`` blocks."""
         from .chat_extension import MARKS, Marks
@@ -155,6 +187,7 @@ class ChatTemplate:
         marks = Marks()
         variables = {
             **self.special,
+            **(values or {}),
             MARKS: marks,
             "messages": [_plain(message) for message in messages],
             "tools": tools,

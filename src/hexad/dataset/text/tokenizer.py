@@ -177,7 +177,10 @@ class HuggingFaceTokenizer(Tokenizer):
         _check_declared(file, self.backend.token_to_id)
 
     def encode(self, text: str) -> list[int]:
-        return list(self.backend.encode(text, add_special_tokens=False).ids)
+        # Not encode(), during which no other thread runs.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hexad.config import HexadError, one_line
+from hexad.config.schema import InferenceSettings
 from hexad.planning.saved_model import SavedModel
 
 from ..generator import Generator
 
+if TYPE_CHECKING:
+    from .service import Service
+
+_LAST_WORDS = 5
+"""Seconds in which streams that have to end can send that they do."""
+
 
 def serve(
-    saved: SavedModel, host: str, port: int, name: str, keys: Sequence[str] = (), announce: Any = print
+    saved: SavedModel,
+    host: str,
+    port: int,
+    name: str,
+    access: Mapping[str, Any],
+    announce: Any = print,
 ) -> None:
     """Serve a model until the process is asked to stop (SIGINT or SIGTERM); all ranks call this together.
 
@@ -25,7 +38,7 @@ def serve(
         saved: the model.
         host, port: to listen at; port 0 chooses a free one.
         name: of the model in requests.
-        keys: one of which requests must have, if there are any.
+        access: the fields of :class:`~hexad.generation.server.app.Access`.
         announce: called with a line once the server is ready.
 
     Raises:
@@ -44,17 +57,17 @@ def serve(
             _ignore_stops()
             generator.lead(lambda: None)
             return
-        from .app import make_app
+        from .app import Access, make_app
         from .metrics import Metrics
         from .service import Service
 
         service = Service(generator, Metrics(), settings.queue)
         limit = min(saved.positions, generator.capacity)
-        app = make_app(service, name, keys, limit)
+        app = make_app(service, name, limit, Access(**{**access, "hosts": (*access["hosts"], host)}))
         address = listener[0].getsockname()
         shown = f"[{host}]" if ":" in host else host
         ready = f"serving {name} at http://{shown}:{address[1]} (cache: {generator.capacity:,} tokens)"
-        asyncio.run(_run(app, service, listener[0], settings.grace, lambda: announce(ready)))
+        asyncio.run(_run(app, service, listener[0], settings, lambda: announce(ready)))
         service.stop()
         service.join()
         if service.failure is not None:
@@ -81,9 +94,13 @@ def _listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _run(app: Any, service: Any, listener: socket.socket, grace: float, ready: Any) -> None:
+async def _run(
+    app: Any, service: Service, listener: socket.socket, settings: InferenceSettings, ready: Any
+) -> None:
     """Answer requests until a signal, or until the generator fails."""
     import uvicorn
+
+    from .connections import Connection, Limits, most_connections
 
     class Server(uvicorn.Server):
         """Ends by itself: uvicorn's own would end the process with the signal once more."""
@@ -92,23 +109,33 @@ async def _run(app: Any, service: Any, listener: socket.socket, grace: float, re
         def capture_signals(self) -> Iterator[None]:
             loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
             for number in numbers:
-                loop.add_signal_handler(number, self.handle_exit, number, None)
+                loop.add_signal_handler(number, self._end, number)
             try:
                 yield
             finally:
                 for number in numbers:
                     loop.remove_signal_handler(number)
 
+        def _end(self, number: int) -> None:
+            self.handle_exit(number, None)
+            asyncio.get_running_loop().call_later(settings.grace, service.abandon)
+
+    most = most_connections()
+    most = most if settings.connections == "auto" else min(settings.connections, most)
     config = uvicorn.Config(
         app,
+        http=type("ServedConnection", (Connection,), {"limits": Limits(most, settings.client_timeout)}),
+        ws="none",
         log_level="warning",
         access_log=False,
         lifespan="off",
-        timeout_graceful_shutdown=max(1, round(grace)),
-        timeout_keep_alive=30,
+        timeout_graceful_shutdown=round(settings.grace + _LAST_WORDS),
+        timeout_keep_alive=max(1, round(settings.client_timeout)),
     )
     server = Server(config)
     service.start()
+    gc.collect()
+    gc.freeze()  # collections of what requests leave look at nothing else
     ready()
     failing = asyncio.ensure_future(service.failed())
 

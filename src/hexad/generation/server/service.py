@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from hexad.comm import CommError
-from hexad.config import NOT_FINITE
 
 from ..generator import Generator
 from ..requests import Request, Update
@@ -31,7 +30,7 @@ class Unavailable(Exception):
 
 
 class Failed(Exception):
-    """The logits of a request are not finite."""
+    """A request that cannot be completed: its logits are not finite, or its grammar is too complex."""
 
 
 class Service:
@@ -89,6 +88,10 @@ class Service:
         self._stopping = True
         self.generator.front.wake()
 
+    def abandon(self) -> None:
+        """End the streams that are open, with an error; called by the event loop."""
+        self._end()
+
     def join(self) -> None:
         """Wait until the generator has stopped on all ranks."""
         self._thread.join()
@@ -104,7 +107,7 @@ class Service:
         """
         front = self.generator.front
         if not self.ready:
-            raise Unavailable
+            raise Unavailable("the server is stopping or has failed")
         if len(requests) > self.room:
             raise Busy
         queue: asyncio.Queue[Update] = asyncio.Queue()
@@ -118,13 +121,14 @@ class Service:
             while numbers:
                 update = await queue.get()
                 if update.number == _FAILED.number:
-                    raise Unavailable
+                    stopping = self.failure is None
+                    raise Unavailable("the server is stopping" if stopping else "the server has failed")
                 now = time.monotonic()
                 self.metrics.update(update, now - before, first=before == began)
                 before = now
                 place = numbers[update.number]
                 if update.ended == "failed":
-                    raise Failed(f"request: {NOT_FINITE}")
+                    raise Failed(f"request: {update.text}")
                 if update.ended is not None:
                     del numbers[update.number], self._queues[update.number]
                 yield place, update

@@ -1,0 +1,75 @@
+"""Errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse
+
+from hexad.config import ConfigError, HexadError
+
+_FIELDS = {"tokens:": "max_tokens:", "samples:": "n:", "schema:": "response_format:"}
+"""What requests call the options of commands."""
+
+
+class Refused(Exception):
+    """An error that answers a request.
+
+    Args:
+        status: of HTTP.
+        text: the message.
+        kind: the error's type.
+        param: the field that it is about.
+        code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.status = status
+        self.document = {"message": text, "type": kind, "param": param, "code": code}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        return JSONResponse({"error": self.document}, self.status, headers)
+
+
+class ContextExceeded(ConfigError):
+    """A prompt and its answer that are longer than the model's context."""
+
+
+def refusal(error: HexadError) -> Refused:
+    """The answer to a request that cannot be used."""
+    code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
+    param = _in_fields(f"{error.field}:").rstrip(":") if isinstance(error, ConfigError) else None
+    return Refused(400, _in_fields(str(error)), param=param, code=code)
+
+
+def about(field: str, text: str) -> ConfigError:
+    """An error about a field, with this message."""
+    error = ConfigError(field, text.removeprefix(f"{field}: "))
+    if text.startswith(f"{field}["):
+        error.args = (text,)
+    return error
+
+
+def too_many(text: str) -> Refused:
+    """The answer to a request for which there is no room now."""
+    return Refused(429, f"{text}; try again", "rate_limit_error", code="rate_limit_exceeded")
+
+
+def _in_fields(text: str) -> str:
+    """A message about an option of a command, as one about a field."""
+    if text.startswith("--"):
+        option, _, rest = text.partition(":")
+        text = f"{option.removeprefix('--').replace('-', '_')}:{rest}"
+    for option, field in _FIELDS.items():
+        if text.startswith(option):
+            return field + text.removeprefix(option)
+    return text

@@ -376,6 +376,7 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # by TMPDIR
     if rank := os.environ.get("RANK"):
         with suppress(OSError):  # its variables are not in /proc/self/environ
             Path("/proc/self/comm").write_text(f"rank {rank}")

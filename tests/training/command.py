@@ -159,6 +159,23 @@ def rank_variables(rank: int, world: int, port: int) -> Iterator[None]:
             del os.environ[name]
 
 
+def listening(processes: Iterable[int]) -> dict[str, set[str]]:
+    """The addresses at which processes listen, in hexadecimal as the kernel writes them, by version of IP."""
+    addresses: dict[str, set[str]] = {"tcp": set(), "tcp6": set()}
+    for process in processes:
+        links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir() if link.is_symlink()]
+        for version, known in addresses.items():
+            for line in Path(f"/proc/{process}/net/{version}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A" and f"socket:[{rest[5]}]" in links:
+                    known.add(local.partition(":")[0])
+    return addresses
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
+"""127.0.0.1 and ::1, as :func:`listening` has them."""
+
+
 def free_port() -> int:
     """A port nobody listens on, below those that the kernel gives away: it is still free a moment later."""
     while True:

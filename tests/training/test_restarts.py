@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ..pool import Pool
-from .command import Process, wait_until_gone
+from .command import LOOPBACK, Process, listening, wait_until_gone
 from .conftest import MakeRun
 from .kills import kill_at_random
 
@@ -123,6 +123,25 @@ def test_ranks_end_with_a_command_that_is_killed_while_they_start(
     os.kill(process.popen.pid, signal.SIGKILL)
     wait_until_gone(ranks.values())
     assert not run.metrics
+
+
+def test_ranks_of_one_host_listen_to_it_only_and_leave_nothing_behind(
+    make_run: MakeRun, start: Start, tmp_path: Path
+) -> None:
+    """Stores take pickles: another host's bytes must not reach them. A launcher that is killed cannot remove
+    its files."""
+    run, scratch = make_run(run={"steps": 10**6}), tmp_path / "scratch"
+    scratch.mkdir()
+    process = start(run.arguments("parallel.data=2"), TMPDIR=str(scratch))
+    process.wait_for_step(run, 2)
+    ranks = process.ranks()
+    assert len(ranks) == 2 and list(scratch.iterdir())
+    heard = listening([process.popen.pid, *ranks.values()])
+    assert heard["tcp"] | heard["tcp6"] <= LOOPBACK and heard["tcp"]
+    assert not any(listening([process.popen.pid]).values())
+    os.kill(process.popen.pid, signal.SIGKILL)
+    wait_until_gone(ranks.values())
+    assert not [path for path in scratch.iterdir() if path.name.startswith("hexad-launch-")]
 
 
 def test_a_run_directory_in_use_is_refused(make_run: MakeRun, start: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -129,14 +130,19 @@ def generate(
 
 
 def _kept(request: dict[str, Any]) -> Any:
-    """Keep the prompts of stdin in a file, which is read several times."""
+    """Keep the prompts of stdin in a file, which is read several times. On Linux it has no name of its own,
+    so that nothing remains of it if this process is killed."""
     from hexad.generation.files import read_prompts
 
-    kept = tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8")  # noqa: SIM115 (the caller's)
+    kept: Any = tempfile.TemporaryFile("w", encoding="utf-8")  # noqa: SIM115 (the caller's)
+    name = f"/proc/{os.getpid()}/fd/{kept.fileno()}"
+    if not os.path.exists(name):
+        kept = tempfile.NamedTemporaryFile("w", suffix=".jsonl", encoding="utf-8")  # noqa: SIM115
+        name = kept.name
     for entry in read_prompts("-"):
         kept.write(json.dumps(entry) + "\n")
     kept.flush()
-    request["file"] = kept.name
+    request["file"] = name
     return kept
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import stat
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,13 +62,8 @@ def serve(source: str, nproc: int, keys: tuple[str, ...], **options: Any) -> int
     keys = tuple(keys or os.environ.get(_KEYS, "").split())
     if any(not key.isprintable() or not key.isascii() or " " in key or not key for key in keys):
         raise HexadError("--api-key: found one with spaces or other characters than ASCII; choose another")
-    if not keys:
-        return run_ranks("serve", {**request, "keys": None}, nproc)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:  # not on command lines of ranks
-        os.chmod(file.name, stat.S_IRUSR | stat.S_IWUSR)
-        json.dump(keys, file)
-        file.flush()
-        return run_ranks("serve", {**request, "keys": file.name}, nproc)
+    os.environ[_KEYS] = " ".join(keys)  # not on command lines of ranks
+    return run_ranks("serve", request, nproc)
 
 
 def _name(source: str) -> str:
@@ -87,7 +79,7 @@ def serve_here(request: dict[str, Any]) -> None:
     from hexad.planning.saved_model import generating_model
 
     saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
-    keys = json.loads(Path(request["keys"]).read_text()) if request["keys"] else ()
+    keys = tuple(os.environ.get(_KEYS, "").split())
     where = request["host"], request["port"]
     access = {"keys": keys, "hosts": request["hosts"], "strict": request["strict"]}
     serve_rank(saved, *where, request["name"], access, lambda line: click.echo(line, err=True))

@@ -1,5 +1,6 @@
 """One rank of a command, as :mod:`hexad.launching.local` starts it: ``python -m hexad.cli.worker PARENT
-COMMAND REQUEST``: PARENT is the command's process id, and REQUEST what it asks for, in JSON."""
+SCRATCH COMMAND REQUEST``: PARENT is the command's process id, SCRATCH its directory of temporary files, and
+REQUEST what it asks for, in JSON."""
 
 import atexit
 import json
@@ -13,7 +14,7 @@ if __name__ == "__main__":
     # The imports below take seconds. Until the run handles signals, Ctrl-C ends a rank without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     hold_back_notice()
-    end_with(int(sys.argv[1]))
+    end_with(int(sys.argv[1]), sys.argv[2])
 
 from hexad.launching.files import write_error
 
@@ -24,7 +25,7 @@ from .outcome import attempt
 def main() -> None:
     """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
     from which the parent process prints one line."""
-    command, request = sys.argv[2:]
+    command, request = sys.argv[3:]
     status, message, _ = attempt(rank_of(command, json.loads(request)))
     if status:
         write_error(message)

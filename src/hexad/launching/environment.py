@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -21,15 +22,19 @@ def hold_back_notice() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {HELD_BACK})
 
 
-def end_with(parent: int) -> None:
+def end_with(parent: int, scratch: str | None = None) -> None:
     """End this process when the one that started it has ended, possibly by kill -9.
 
-    ``parent`` is its process id; if this process has another parent already, it ends at once.
+    Args:
+        parent: its process id; if this process has another parent already, it ends at once.
+        scratch: the parent's directory of temporary files, which it cannot remove then.
     """
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True, name="hexad-parent").start()
@@ -53,6 +58,11 @@ class Environment:
     launcher: str = "none"
     restart: int = 0
     restarts: int = 0
+
+    @property
+    def alone_on_host(self) -> bool:
+        """Whether all processes are on this host."""
+        return self.local_world == self.world
 
     @property
     def joined(self) -> bool:

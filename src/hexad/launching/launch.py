@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
@@ -175,6 +176,7 @@ _OTHER_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Older names of it, which have precedence."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _SERIALIZED = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+_GLOO = "GLOO_SOCKET_IFNAME"
 _COMPILERS, _MOST_COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS", 32  # torch's own limit
 
 
@@ -284,7 +286,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
         start_on(device)
     bound_compilers(os.environ, here.local_world)
     offload = config.memory.offload == "optimizer"
-    with _threads(host_threads(os.environ, here.local_world, offload)):
+    with _threads(host_threads(os.environ, here.local_world, offload)), _near(here):
         yield from _met(config, here, layout, device)
 
 
@@ -299,6 +301,26 @@ def _threads(number: int | None) -> Iterator[None]:
     finally:
         if number is not None:
             torch.set_num_threads(before)
+
+
+@contextmanager
+def _near(here: Environment) -> Iterator[None]:
+    """Let gloo listen on the loopback interface only while all ranks are on this host, unless the user has
+    set an interface."""
+    name = _loopback() if here.world > 1 and here.alone_on_host else None
+    if name is None or _GLOO in os.environ:
+        yield
+        return
+    os.environ[_GLOO] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO, None)
+
+
+def _loopback() -> str | None:
+    """The name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def _met(config: Config, here: Environment, layout: Layout, device: torch.device) -> Iterator[Run]:

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -15,13 +16,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic import rendezvous
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import registry
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from hexad.config import USER_ERROR
 
@@ -188,37 +189,61 @@ def _stopped(process: int) -> bool:
         return False
 
 
+class _OneHost(RendezvousHandler):
+    """The rendezvous of an agent that is alone: nothing listens for others. Each start of the ranks has a
+    free port of the loopback interface for their store."""
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return "hexad"
+
+    def get_run_id(self) -> str:
+        return f"hexad-{os.getpid()}"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        with socket.create_server((_LOOPBACK, 0)) as server:
+            port = server.getsockname()[1]
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+_LOOPBACK = "127.0.0.1"
+
+
 def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalOutcome:
     """Run :mod:`hexad.cli.worker` with ``arguments`` on ``ranks`` local ranks and wait for all of them.
 
     When one rank fails the others are stopped, and all are restarted, up to ``restarts`` times. SIGTERM,
     SIGINT and SIGUSR1 are forwarded to the ranks.
     """
-    # In a store that outlives them, restarted ranks would find the addresses of dead ones (pytorch issue
-    # 135712).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # It would log every signal it sends; LocalOutcome has one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with tempfile.TemporaryDirectory(prefix="hexad-launch-") as scratch:
-        place = rendezvous.RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",
-            run_id=f"hexad-{os.getpid()}",
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",
-        )
-        handler = registry.get_rendezvous_handler(place)
+        handler = _OneHost()
         spec = WorkerSpec(
             role="default",
             local_world_size=ranks,
             rdzv_handler=handler,
             entrypoint=sys.executable,
-            args=("-m", "hexad.cli.worker", str(os.getpid()), *arguments),
+            args=("-m", "hexad.cli.worker", str(os.getpid()), scratch, *arguments),
             max_restarts=restarts,
-            local_addr="localhost",  # not the host's full name, which may not resolve on a laptop
+            local_addr=_LOOPBACK,  # not the host's full name, which may not resolve on a laptop
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch))
         try:

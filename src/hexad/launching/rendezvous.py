@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,9 +49,7 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
             _reach(address, port, here, timeout)
         else:
             allow_connections(here.world)
-        store = dist.TCPStore(
-            address, port, None, here.rank == 0, limit, wait_for_workers=False, multi_tenant=True
-        )
+        store = _store(address, port, here, limit)
         # Idle ranks may connect at any time: only members are waited for.
         if here.rank < members:
             _wait_for_members(store, f"{address}:{port}", here, members, timeout)
@@ -63,6 +63,24 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
                 f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"
             ) from error
         raise HexadError(f"rendezvous at {address}:{port} failed ({timeout:.0f} s): {text}") from error
+
+
+def _store(address: str, port: int, here: Environment, limit: timedelta) -> dist.TCPStore:
+    """The store of the ranks, which the first one serves. It accepts what anyone sends who can connect: where
+    all ranks are on one host, it listens at their address only, which :mod:`hexad.launching.local` sets to
+    the loopback interface's."""
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    listener = None
+    if here.rank == 0 and here.alone_on_host:
+        with suppress(OSError):  # an address that is another machine's, which forwards to this one
+            listener = socket.create_server((address, port), backlog=max(128, here.world))
+            options["master_listen_fd"] = listener.detach()
+    try:
+        return dist.TCPStore(address, port, None, here.rank == 0, limit, **options)
+    except BaseException:
+        if listener is not None:
+            os.close(options["master_listen_fd"])
+        raise
 
 
 def allow_connections(ranks: int) -> None:

@@ -263,7 +263,7 @@ def test_a_manifest_is_written_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
 
 
-def _refused(directory: str) -> str:
+def _refused(directory: str, again: bool = True) -> str:
     mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
     saved = Checkpointer(load_config({"run": {"dir": directory}}), mesh)
     chunks = [Chunk(Rectangle(f"model.{n}", (4,), (2 * mesh.rank,), (2,)), torch.zeros(2)) for n in "vw"]
@@ -273,8 +273,9 @@ def _refused(directory: str) -> str:
         saved.wait()
     except AgreedError as error:
         TensorFileWriter.write = real  # type: ignore[method-assign]
-        saved.save(chunks, {"step": 1, "samples": 1})
-        saved.wait()
+        if again:
+            saved.save(chunks, {"step": 1, "samples": 1})
+            saved.wait()
         return str(error)
     finally:
         TensorFileWriter.write = real  # type: ignore[method-assign]
@@ -320,7 +321,12 @@ def test_a_file_that_is_not_whole_is_not_committed(pool: Pool, tmp_path: Path) -
 
 def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> None:
     one, two = pool.run(2, _refused, str(tmp_path))
-    assert one == two and "rank 1: No space left on device; earlier checkpoints are intact" in one
+    assert one == two and "rank 1: No space left on device; there is no earlier checkpoint" in one
     path = tmp_path / "checkpoints/step-00000001"
     assert {entry.name for entry in path.parent.iterdir()} == {path.name, "latest"}
+    one, two = pool.run(2, _refused, str(tmp_path), False)
+    assert one == two and "No space left on device; earlier checkpoints are intact" in one
+    os.truncate(path / "rank-00000.safetensors", 100)
+    one, _ = pool.run(2, _refused, str(tmp_path), False)
+    assert "No space left on device; of earlier checkpoints, step-00000001 cannot be read or lack data" in one
     assert verify_files(path, read_manifest(path)) == []

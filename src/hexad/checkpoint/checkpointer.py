@@ -256,7 +256,7 @@ class Checkpointer:
             what = f"checkpoint of step {step}" if step is not None else "checkpoint"
             raise AgreedError(
                 f"{what}: cannot be written to {self.directory.path}: {one_line(error)}; "
-                "earlier checkpoints are intact"
+                + self.directory.condition()
             ) from error
 
 

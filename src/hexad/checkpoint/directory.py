@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, HexadError, blaming, dump_config
+from hexad.config import Config, HexadError, blaming, dump_config, one_line
 from hexad.config.model import ModelSettings
 from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import reporting, sync_directory, write_durably
@@ -67,6 +67,18 @@ class CheckpointDirectory:
         """The newest complete checkpoint, or None."""
         checkpoints = self.complete()
         return checkpoints[-1][1] if checkpoints else None
+
+    def condition(self) -> str:
+        """What is left of earlier checkpoints after one could not be written, according to manifests and
+        sizes."""
+        try:
+            paths = [path for _, path in self.complete()]
+        except OSError as error:
+            return f"earlier checkpoints cannot be read: {one_line(error)}"
+        damaged = [path.name for path in paths if not _looks_whole(path)]
+        if damaged:
+            return f"of earlier checkpoints, {', '.join(damaged)} cannot be read or lack data"
+        return "earlier checkpoints are intact" if paths else "there is no earlier checkpoint"
 
     def start(self, settings: CheckpointSettings) -> Path | None:
         """The checkpoint that a run starts from according to ``checkpoint.resume`` and ``checkpoint.load``.

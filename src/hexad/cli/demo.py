@@ -95,7 +95,7 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
     run_file = _write_run(where, data, overrides)
     click.echo(f"2. training on {_RANKS} ranks: {_LAYOUT}, sequence parallel", err=True)
     request = {"path": str(run_file), "overrides": (), "as_json": False}
-    return start_local("train", request, _RANKS) or _report(where, data)
+    return start_local("train", request, _RANKS, run_dir=str(where)) or _report(where, data)
 
 
 def _report(where: Path, data: DemoData) -> int:

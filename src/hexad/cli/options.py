@@ -109,8 +109,10 @@ def rank_of(command: str, request: dict[str, Any]) -> Callable[[], None]:
     return partial(getattr(import_module(f"hexad.cli.{command}"), f"{command}_here"), request)
 
 
-def run_ranks(command: str, request: dict[str, Any], ranks: int, restarts: int = 0) -> int:
-    """Run the ranks of a command and return the exit status.
+def run_ranks(
+    command: str, request: dict[str, Any], ranks: int, restarts: int = 0, run_dir: str | None = None
+) -> int:
+    """Run the ranks of a command and return the exit status; ``run_dir`` is the directory of their logs.
 
     Under a launcher, or as the only rank, this process is one; otherwise :func:`start_local` is called.
     """
@@ -120,19 +122,22 @@ def run_ranks(command: str, request: dict[str, Any], ranks: int, restarts: int =
         from .outcome import work
 
         return work(rank_of(command, request))
-    return start_local(command, request, ranks, restarts)
+    return start_local(command, request, ranks, restarts, run_dir)
 
 
-def start_local(command: str, request: dict[str, Any], ranks: int, restarts: int = 0) -> int:
+def start_local(
+    command: str, request: dict[str, Any], ranks: int, restarts: int = 0, run_dir: str | None = None
+) -> int:
     """Run a command on local ranks, restarted up to ``restarts`` times if they fail; returns the exit status.
 
     Args:
         command: see :mod:`hexad.cli.worker`.
         request: argument of :func:`rank_of`, representable in JSON.
+        run_dir: the directory of the ranks' logs, if they write some.
     """
     from hexad.launching.local import run_local
 
-    outcome = run_local([command, json.dumps(request)], ranks, restarts)
+    outcome = run_local([command, json.dumps(request)], ranks, restarts, run_dir)
     return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status
 
 

@@ -54,7 +54,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     if dry_run:
         _print_plan(config, resolved, as_json)
         return 0
-    return run_ranks("train", request, ranks, config.faults.restarts)
+    return run_ranks("train", request, ranks, config.faults.restarts, config.run.dir)
 
 
 def train_here(request: dict[str, Any]) -> None:

@@ -55,8 +55,9 @@ class _Agent(LocalElasticAgent):
     torch's agent would wait 30 seconds in both cases, and discard how they ended.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, run_dir: str | None) -> None:
         super().__init__(spec=spec, logs_specs=logs)
+        self._run_dir = run_dir
         self.asked: signal.Signals | None = None
         # Ranks, among those that were to end because another had failed.
         self._ended_by_us: set[int] = set()
@@ -149,8 +150,13 @@ class _Agent(LocalElasticAgent):
             hung, slow = hung | slow, set()
         message += f"; {_names(hung)} hung" if hung else ""
         message += f"; {_names(slow)} had to be killed" if slow else ""
-        logs = "*" if hung else rank
-        return LocalOutcome(1, f"{message}; all ranks were stopped (log-rank{logs}.txt in run.dir)")
+        return LocalOutcome(1, f"{message}; all ranks were stopped{self._named_logs(None if hung else rank)}")
+
+    def _named_logs(self, rank: int | None) -> str:
+        """Where the log of a rank is, or those of all, if they exist: those of a generation do not."""
+        name = f"log-rank{'*' if rank is None else rank}.txt"
+        found = self._run_dir is not None and any(Path(self._run_dir).glob(name))
+        return f" ({name} in {self._run_dir})" if found else ""
 
 
 def _names(ranks: set[int]) -> str:
@@ -224,8 +230,11 @@ class _OneHost(RendezvousHandler):
 _LOOPBACK = "127.0.0.1"
 
 
-def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalOutcome:
-    """Run :mod:`hexad.cli.worker` with ``arguments`` on ``ranks`` local ranks and wait for all of them.
+def run_local(
+    arguments: Sequence[str], ranks: int, restarts: int = 0, run_dir: str | None = None
+) -> LocalOutcome:
+    """Run :mod:`hexad.cli.worker` with ``arguments`` on ``ranks`` local ranks and wait for all of them;
+    ``run_dir`` is the directory of their logs, if they write some.
 
     When one rank fails the others are stopped, and all are restarted, up to ``restarts`` times. SIGTERM,
     SIGINT and SIGUSR1 are forwarded to the ranks.
@@ -245,7 +254,7 @@ def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalO
             max_restarts=restarts,
             local_addr=_LOOPBACK,  # not the host's full name, which may not resolve on a laptop
         )
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch))
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch), run_dir)
         try:
             return _outcome(agent.run(), agent)
         except SignalException as error:  # SIGHUP, SIGQUIT, or before the ranks were started

@@ -324,9 +324,9 @@ def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> No
     assert one == two and "rank 1: No space left on device; there is no earlier checkpoint" in one
     path = tmp_path / "checkpoints/step-00000001"
     assert {entry.name for entry in path.parent.iterdir()} == {path.name, "latest"}
+    assert verify_files(path, read_manifest(path)) == []
     one, two = pool.run(2, _refused, str(tmp_path), False)
     assert one == two and "No space left on device; earlier checkpoints are intact" in one
     os.truncate(path / "rank-00000.safetensors", 100)
     one, _ = pool.run(2, _refused, str(tmp_path), False)
     assert "No space left on device; of earlier checkpoints, step-00000001 cannot be read or lack data" in one
-    assert verify_files(path, read_manifest(path)) == []

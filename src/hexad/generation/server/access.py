@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -26,6 +27,7 @@ PUBLIC = ("/", "/health", "/metrics")
 """Paths that need no key."""
 _SMALL = 64 * 2**10
 """Bytes of a request that is read however much others hold."""
+_HOST = re.compile(r"(?:\[([^\]]*)\]|([^\[\]:]*))(?::\d*)?")
 _MOST_PARTS = 250_000
 """Lists, objects and names of a request: Python takes longer for them than for their bytes."""
 
@@ -115,7 +117,8 @@ class Guard:
 
     def _own(self, host: str) -> bool:
         """Whether a host, with or without port, is an address or a name of this machine."""
-        name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+        match = _HOST.fullmatch(host)
+        name = "" if match is None else match[1] or match[2]
         with suppress(ValueError):
             ip_address(name)
             return True

@@ -84,6 +84,28 @@ class Constraints:
             problem = " ".join(matcher.get_error().split())[:200]
             raise ConfigError(field, f"found one that cannot be used: {problem}")
 
+    def named(self, field: str = "--schema") -> dict[str, int]:
+        """The ids of tokens that grammars have to name, by their text: no other tokens spell it. ``field`` is
+        the setting that asks for a grammar.
+
+        Raises:
+            ConfigError: the tokenizer cannot be used, or ``llguidance`` is not installed.
+        """
+        _package(field)
+        try:
+            return self._named
+        except ConfigError as error:
+            raise ConfigError(field, error.problem) from None
+
+    @cached_property
+    def _named(self) -> dict[str, int]:
+        tokenizer = self._tokenizer
+        added = dict(tokenizer.specials)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            known = tokenizer.backend.get_added_tokens_decoder()
+            added |= {token.content: number for number, token in known.items()}
+        return {text: n for text, n in added.items() if self._of_tokenizer.is_special_token(n)}
+
     def __call__(self, grammar: str) -> GrammarConstraint:
         """The constraint of a new text. Compiling may take a while: it does not wait for that."""
         assert self._tokenizer.eod is not None, "the grammar was not checked"

@@ -272,7 +272,8 @@ class _Pages:
             listed = [function for function in functions if forced in (None, "", function["name"])]
             several = body.parallel_tool_calls is not False
             options: Any = {"forced": forced is not None, "several": several, "answer": answer}
-            asked = "tools", calls.grammar(listed, specials, **options)
+            single = generator.constraints.named("tools")
+            asked = "tools", calls.grammar(listed, single, **options)
         return ChatForm(body, calls), asked, frozenset(calls.specials(specials))
 
     def _report(self, unknown: Sequence[str]) -> None:

@@ -131,7 +131,7 @@ class ToolFormat:
         Args:
             functions: with ``name`` and ``parameters``, a JSON schema; the latter is not enforced where a
                 function is not ``strict`` and calls are not forced.
-            specials: the ids of special tokens by their text.
+            specials: the ids of tokens that the grammar has to name, by their text.
             forced: the answer is nothing but calls.
             several: there may be more than one.
             answer: the schema of an answer without calls; None for any text.

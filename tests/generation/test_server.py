@@ -9,13 +9,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2 as httpx
 import openai
+import pydantic
 import pytest
 
 from ..training.command import LONGEST, LOOPBACK, Process, RunFile, call, listening, wait_until_gone
+from .tool_models import TEMPLATES, tool_model
 
 KEY = "s3cret"
 
@@ -24,9 +26,10 @@ class Server:
     """A running server."""
 
     def __init__(
-        self, run_file: RunFile, where: Path, *options: str, interpreter: bool = False, **environment: str
+        self, source: RunFile | str, where: Path, *options: str, interpreter: bool = False, **environment: str
     ) -> None:
-        arguments = ["serve", str(run_file.directory), "--port", "0", "--name", "tiny", *options]
+        source = source if isinstance(source, str) else str(source.directory)
+        arguments = ["serve", source, "--port", "0", "--name", "tiny", *options]
         self._where = where
         self.process = Process.hexad(arguments, where, interpreter, **environment)
         self.address = self._announced()
@@ -445,6 +448,83 @@ def test_it_stops_on_all_ranks(chatty: RunFile, tmp_path: Path) -> None:
         wait_until_gone(ranks.values())
     finally:
         server.process.end()
+
+
+def test_what_clients_send_is_answered(tmp_path: Path) -> None:
+    """Tools, forms of answers, and the fields of other servers, with OpenAI's client. The model's weights are
+    random: what it writes follows from grammars."""
+    source = tool_model(tmp_path / "model", TEMPLATES["hermes"], "<|im_end|>")
+    server = Server(source, tmp_path)
+    try:
+        client = server.client()
+        messages: list[Any] = [{"role": "user", "content": "what?"}]
+        common: dict[str, Any] = {"model": "tiny", "messages": messages, "seed": 3, "max_tokens": 120}
+        tool = openai.pydantic_function_tool(Weather)
+        required: dict[str, Any] = {**common, "tools": [tool], "tool_choice": "required"}
+        answer = client.chat.completions.parse(**required, parallel_tool_calls=False).choices[0]
+        (call,) = answer.message.tool_calls
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        assert isinstance(call.function.parsed_arguments, Weather) and len(call.id) == 9
+        with client.chat.completions.stream(**required) as stream:
+            stream.until_done()
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == "tool_calls"
+        assert isinstance(streamed.message.tool_calls[0].function.parsed_arguments, Weather)
+        history = [*messages, {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}]
+        history.append({"role": "tool", "tool_call_id": call.id, "content": "21"})
+        assert (
+            client.chat.completions.create(**{**required, "messages": history}).choices[0].message.tool_calls
+        )
+        parsed = client.chat.completions.parse(**common, response_format=Weather).choices[0].message.parsed
+        assert isinstance(parsed, Weather)
+        for fields, pattern in OTHERS:
+            text = client.chat.completions.create(**common, extra_body=fields).choices[0].message.content
+            assert re.fullmatch(pattern, text, re.DOTALL), (fields, text)
+        with pytest.raises(openai.BadRequestError, match="exceed the model's 2,048") as exceeded:
+            client.chat.completions.create(**{**common, "max_tokens": 10**6})
+        assert exceeded.value.code == "context_length_exceeded" and exceeded.value.param == "max_tokens"
+        text: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 5, "seed": 1}
+        whole = client.completions.create(**text, echo=True, logprobs=1).choices[0]
+        parts = [
+            event.choices[0]
+            for event in client.completions.create(**text, echo=True, logprobs=1, stream=True)
+        ]
+        assert "".join(part.text for part in parts) == whole.text and whole.text.startswith("hello")
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            joined = [value for part in parts if part.logprobs for value in getattr(part.logprobs, name)]
+            assert joined == getattr(whole.logprobs, name)
+        several = client.completions.create(**text, n=6, logprobs=0).choices
+        best = client.completions.create(**text, n=2, best_of=6).choices
+        mean = {choice.text: sum(choice.logprobs.token_logprobs) for choice in several}
+        assert [choice.text for choice in best] == sorted(mean, key=mean.__getitem__, reverse=True)[:2]
+        assert server.client().chat.completions.create(**common, extra_body={"frobnicate": 1}).choices
+        assert server.client().chat.completions.create(**common, extra_body={"frobnicate": 2}).choices
+        assert server.errors.count("frobnicate") == 1 and "Traceback" not in server.errors
+    finally:
+        server.process.end()
+
+
+class Weather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Rome", "Oslo"]
+    hot: bool
+
+
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "[a-c]{3}"}, "[a-c]{3}"),
+    ({"guided_choice": ["yes", "no"]}, "yes|no"),
+    ({"guided_grammar": 'start: "a" | "b"'}, "a|b"),
+    ({"guided_json": {"enum": ["x", 3]}}, '"x"|3'),
+    ({"structured_outputs": {"regex": "[0-9]{4}/x"}}, "[0-9]{4}/x"),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    ({"top_k": -1, "min_tokens": 30, "max_tokens": 30, "stop": ["a", "b", "c"]}, ".{10,}"),
+    ({"ignore_eos": True, "chat_template_kwargs": {"enable_thinking": True}}, ".+"),
+    ({"stop_token_ids": [*range(250)], "min_tokens": 2, "reasoning_effort": "low"}, ".*"),
+    ({"logit_bias": {"260": 100}, "max_tokens": 2, "skip_special_tokens": False}, r"(<\|im_start\|>){2}"),
+    ({"logit_bias": {"260": 100}, "max_tokens": 2}, ""),
+]
+"""Fields that OpenAI's interface lacks, and what they make of the answer."""
 
 
 def test_errors(chatty: RunFile, server: Server) -> None:

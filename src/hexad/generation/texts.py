@@ -13,6 +13,7 @@ from .prompts import Prompt, PromptEncoder
 from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
 
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
+_MOST_STOP_IDS = 1024
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,9 @@ class Wanted:
                     f"--{name.replace('_', '-')}", f"found {value!r:.60}, expected true or false"
                 )
         ids = self.stop_token_ids
-        if len(ids) > _MOST_STOPS or not all(type(token) is int and token >= 0 for token in ids):
-            raise ConfigError("--stop-token-ids", f"found {ids!r:.60}, expected at most {_MOST_STOPS} ids")
+        if len(ids) > _MOST_STOP_IDS or not all(type(token) is int and token >= 0 for token in ids):
+            expected = f"expected at most {_MOST_STOP_IDS:,} ids"
+            raise ConfigError("--stop-token-ids", f"found {ids!r:.60}, {expected}")
 
     def replaced(self, settings: Mapping[str, Any]) -> Wanted:
         """With some of :class:`Settings` in place of its own, each checked. A temperature of 0 replaces what

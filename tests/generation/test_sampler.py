@@ -173,3 +173,25 @@ def test_sampling_out_of_range(options: dict[str, Any], field: str) -> None:
 def test_choices_without_a_temperature(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="with temperature 0, which takes the likeliest token"):
         asked_sampling(Sampling(**options))
+
+
+def test_no_text_ends_before_its_least_length() -> None:
+    sampler = Sampler()
+    sampler.open(1, Request((9,), 9, Sampling(), ends=frozenset({0, 7}), min_tokens=3))
+    assert [sampler.choose(LOGITS, [1])[0].token for _ in range(5)] == [1, 1, 1, 0, 0]
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_text_only() -> None:
+    class Complex:
+        def allowed(self, device: torch.device) -> None:
+            return None
+
+        def accept(self, token: int) -> None:
+            raise AssertionError
+
+    sampler = Sampler(lambda grammar: Complex())
+    sampler.open(1, Request((9,), 9, grammar="{}"))
+    sampler.open(2, Request((9,), 9))
+    failed, other = sampler.choose(LOGITS.repeat(2, 1), [1, 2])
+    assert (failed.token, failed.problem) == (None, "the grammar of the text is too complex")
+    assert (other.token, other.problem) == (0, "")

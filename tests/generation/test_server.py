@@ -461,7 +461,8 @@ def test_what_clients_send_is_answered(tmp_path: Path) -> None:
         common: dict[str, Any] = {"model": "tiny", "messages": messages, "seed": 3, "max_tokens": 120}
         tool = openai.pydantic_function_tool(Weather)
         required: dict[str, Any] = {**common, "tools": [tool], "tool_choice": "required"}
-        answer = client.chat.completions.parse(**required, parallel_tool_calls=False).choices[0]
+        required["parallel_tool_calls"] = False
+        answer = client.chat.completions.parse(**required).choices[0]
         (call,) = answer.message.tool_calls
         assert answer.finish_reason == "tool_calls" and answer.message.content is None
         assert isinstance(call.function.parsed_arguments, Weather) and len(call.id) == 9

@@ -111,3 +111,24 @@ def test_texts_with_special_tokens_stop(kind: str, stop: tuple[str, ...], tmp_pa
     expected = STOPS[stop]
     assert stream.stopped == (expected is not None)
     assert shown == ("hello world\nhello" if expected is None else expected)
+
+
+def test_special_tokens_that_are_shown_are_part_of_the_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(made("byte-level", tmp_path))
+    text = TokenText(tokenizer)
+    start, end = tokenizer.specials["<|im_start|>"], tokenizer.specials["<|im_end|>"]
+    ids = [start, *tokenizer.encode("fox"), end, *tokenizer.encode(" dog")]
+    for shown, expected in (((), "fox dog"), ({start}, "<|im_start|>fox dog"), ({end}, "fox<|im_end|> dog")):
+        for stop in ((), ("cat",)):
+            stream = TextStream(text.decoder(), text.specials, stop, shown)
+            assert "".join([*map(stream.add, ids), stream.end()]) == expected
+    stream = TextStream(text.decoder(), text.specials, ("x<|im",), {end})
+    assert "".join(map(stream.add, ids)) == "fo" and stream.stopped
+
+
+def test_a_text_does_not_stop_where_it_may_not(tokenizers: list[Tokenizer]) -> None:
+    for tokenizer in tokenizers:
+        ids = tokenizer.encode("ab ab ab")
+        stream = stream_of(tokenizer, ("b a",))
+        parts = [stream.add(token, place >= 3) for place, token in enumerate(ids)]
+        assert stream.stopped and "".join(parts) == "ab a"

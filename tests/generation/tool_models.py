@@ -1,5 +1,6 @@
 """Small models with random weights whose chat templates write calls of functions, each as a family does."""
 
+import json
 from pathlib import Path
 
 HERMES = """\
@@ -98,8 +99,8 @@ SPECIALS = [
 def tool_model(directory: Path, template: str, end: str) -> str:
     """A model of bytes and special tokens that may follow the template; returns how commands name it."""
     import torch
+    from safetensors.torch import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
@@ -107,13 +108,34 @@ def tool_model(directory: Path, template: str, end: str) -> str:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIALS)
     backend.add_tokens([AddedToken(text, normalized=False) for text in ("<tool_call>", "</tool_call>")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(directory)
+    vocab = backend.get_vocab_size()
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+    }
     torch.manual_seed(1)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=backend.get_vocab_size(), max_position_embeddings=2048, initializer_range=0.3, **shape
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    layer = {f"self_attn.{name}_proj": (16, 16) for name in "qkvo"}
+    layer |= {"mlp.gate_proj": (32, 16), "mlp.up_proj": (32, 16), "mlp.down_proj": (16, 32)}
+    shapes = {"model.embed_tokens": (vocab, 16), "lm_head": (vocab, 16)}
+    shapes |= {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+    tensors = {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+    norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+    tensors |= {f"model.{name}.weight": torch.ones(16) for name in norms}
+    directory.mkdir()
+    backend.save(str(directory / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": end, "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return f"hf:{directory}"

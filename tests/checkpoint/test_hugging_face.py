@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +178,38 @@ def test_texts_that_grow_beyond_the_original_length_of_longrope(tmp_path: Path) 
         assert text.tokens == ids[len(prompt) :]
 
 
+def test_documents_beyond_the_original_length_of_dynamic_rope(tmp_path: Path) -> None:
+    """Their base grows with their length; texts that would grow are refused."""
+    settings = theirs.MODELS["llama, mlp biases, dynamic rope"][1]
+    config = {**settings, "max_position_embeddings": 11}
+    with mock.patch.dict(theirs.MODELS, {"dynamic": ("llama", config)}):
+        source = theirs.save("dynamic", tmp_path / "hf", torch.float64)
+    convert("import", source, tmp_path / "ours")
+    for length in (9, 11, 12, 17):
+        tokens = sequences()[:, :length]
+        with theirs.exact_functions(), torch.no_grad():
+            wanted = theirs.load(source)(tokens).logits
+        ours = logits(tmp_path / "ours", tokens)
+        assert float((ours - wanted).abs().max() / wanted.abs().max()) < (1e-10 if length < 12 else 1e-6)
+    train_bpe(["the quick brown fox jumps over the lazy dog"] * 9, 280, tmp_path / "tok")
+    options = ("--prompt", "the", f"data.tokenizer={tmp_path / 'tok'}", "--tokens")
+    result = call("generate", str(tmp_path / "ours"), *options, "30")
+    assert "new ones exceed the model's 11 positions" in result.error
+    assert call("generate", str(tmp_path / "ours"), *options, "3").status == 0
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_matrix_has_either_name(kept: str, tmp_path: Path) -> None:
+    source = theirs.save("llama, tied, llama3 rope", tmp_path / "hf", torch.float64, "1GB")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    values = tensors.pop("model.embed_tokens.weight")
+    save_file({**tensors, kept: values}, file, metadata={"format": "pt"})
+    convert("import", source, tmp_path / "ours")
+    with Checkpoint(find_checkpoint(tmp_path / "ours")) as checkpoint:
+        assert theirs.same(checkpoint.read("model.embedding.weight"), values)
+
+
 _SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": _SCALING},
@@ -221,6 +254,26 @@ def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path
             assert theirs.same(one.read(name), other.read(name)), name
         saved = (one.manifest.config["model"], other.manifest.config["model"])
         assert {k: v for k, v in saved[0].items() if saved[1][k] != v} in ({}, {"max_positions": 16})
+
+
+def test_biases_and_frequencies_do_not_depend_on_the_layout(tmp_path: Path, pool: Pool) -> None:
+    """In float64: weights after two steps on four ranks are those of one process."""
+    scaling = {"type": "dynamic", "factor": 2.0, "original_positions": 5}
+    model = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope_scaling": scaling}
+    run = small_run(tmp_path, "llama", **model)
+    assert run.train("precision.dtype=fp64").status == 0
+    layout = ("parallel.tensor=2", "parallel.pipeline=2", "parallel.sequence=true")
+    there = ("precision.dtype=fp64", f"run.dir={tmp_path / 'other'}")
+    assert run.world(pool, 4, *layout, *there) == [(0, "")] * 4
+    with (
+        Checkpoint(find_checkpoint(run.directory)) as one,
+        Checkpoint(find_checkpoint(tmp_path / "other")) as two,
+    ):
+        names = [name for name in one.manifest.tensors if name.startswith("model.")]
+        assert "model.layers.1.ffn.gate.bias" in names and "model.layers.1.attention.out.bias" in names
+        for name in names:
+            torch.testing.assert_close(one.read(name), two.read(name), rtol=1e-9, atol=1e-12)
+            assert float(one.read(name).abs().max()) > 0
 
 
 def test_a_model_of_its_own_shape_with_a_published_tokenizer(tmp_path: Path) -> None:

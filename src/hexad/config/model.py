@@ -72,13 +72,15 @@ class Settings(BaseModel):
 class RopeScaling(Settings):
     """Scaling of rotary frequencies for sequences longer than those of the first training phase."""
 
-    type: Literal["llama3", "yarn", "longrope"] = "llama3"
-    """How: as Llama 3.1 (its model card), YaRN (Peng et al., arXiv 2309.00071) or LongRoPE (Ding et al.,
-    arXiv 2402.13753; Phi-3)."""
+    type: Literal["llama3", "yarn", "longrope", "linear", "dynamic"] = "llama3"
+    """How: as Llama 3.1 (its model card), YaRN (Peng et al., arXiv 2309.00071), LongRoPE (Ding et al., arXiv
+    2402.13753; Phi-3), by position interpolation (``linear``: Chen et al., arXiv 2306.15595), or with a base
+    that grows with the document (``dynamic``: NTK-aware scaling as in ``transformers``)."""
     factor: PositiveFloat = 8.0
-    """How much longer sequences become. llama3 and yarn slow low frequencies down by it."""
+    """How much longer sequences become. llama3 and yarn slow low frequencies down by it, linear all."""
     original_positions: Positive = 8192
-    """Sequence length of the first training phase, in tokens."""
+    """Sequence length of the first training phase, in tokens. dynamic: documents up to it have the plain
+    frequencies."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths above ``original_positions / low_freq_factor`` are scaled fully."""
     high_freq_factor: PositiveFloat = 4.0
@@ -103,6 +105,8 @@ class RopeScaling(Settings):
         "llama3": (*_COMMON, "low_freq_factor", "high_freq_factor"),
         "yarn": (*_COMMON, "beta_fast", "beta_slow", "truncate", "attention_factor"),
         "longrope": (*_COMMON, "short_factors", "long_factors", "attention_factor"),
+        "linear": ("type", "factor"),
+        "dynamic": _COMMON,
     }
     """The settings of each type."""
 
@@ -160,6 +164,10 @@ class ModelSettings(Settings):
     """Whether the output head shares the embedding's weight. ``auto``: true for gpt2, else false."""
     qkv_bias: bool | Literal["auto"] = "auto"
     """Bias on the query, key and value projections. ``auto``: true for gpt2 and qwen2."""
+    out_bias: bool | Literal["auto"] = "auto"
+    """Bias on the attention's output projection. ``auto``: true for gpt2."""
+    mlp_bias: bool | Literal["auto"] = "auto"
+    """Biases in the feed-forward layer. ``auto``: true for gpt2."""
     qk_norm: bool | Literal["auto"] = "auto"
     """RMSNorm on each query and key head before rotation. ``auto``: true for qwen3."""
     norm_eps: PositiveFloat = 1e-5

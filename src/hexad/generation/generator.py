@@ -267,14 +267,14 @@ class Generator:
             ConfigError: it has more tokens than the model has positions, or the cache blocks; or in
                 ``precision.exact`` other frequencies (LongRoPE) apply to its end than to its beginning.
         """
-        model, positions, longest = self._model.model, self.saved.positions, request.longest
+        positions, longest = self.saved.positions, request.longest
         texts = f"{len(request.prompt)} prompt tokens and {request.tokens} new ones exceed"
         if longest > positions and not self._warned:
             self._warned = True
             made = f"the model was made for {positions} (model.max_positions)"
             self.warn(f"prompt and new tokens reach {longest} positions, {made}")
-        if longest > (self.saved.most_positions or longest):
-            raise ConfigError("--tokens", f"{texts} the model's {model.max_positions} positions")
+        if longest > (most := self.saved.most_positions or longest):
+            raise ConfigError("--tokens", f"{texts} the model's {most} positions")
         if longest > self.capacity:
             problem = f"{texts} the cache's {self.capacity} tokens (inference.cache_tokens)"
             raise ConfigError("--tokens", problem)

@@ -90,7 +90,9 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
     defaults = family(model.family).defaults(model)
     if sequence is not None:
         scaling = model.rope_scaling  # a model is made for what its frequencies are scaled for
-        scaled = 0 if scaling is None else int(scaling.original_positions * scaling.factor)
+        scaled = 0
+        if scaling is not None and scaling.type != "linear":  # which does not say from where
+            scaled = int(scaling.original_positions * (1 if scaling.type == "dynamic" else scaling.factor))
         defaults["max_positions"] = max(sequence, scaled)
     filled = {name: value for name, value in defaults.items() if getattr(model, name) == "auto"}
     return model.model_copy(update=filled)

@@ -38,6 +38,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Keys whose other values would change the numbers -> the values supported; null always is."""
 
+BIASES = ("qkv_bias", "out_bias", "mlp_bias")
+"""Settings that a family has as it says, or as a key of its ``config.json`` does."""
 OPTIONS = (
     "sliding_window",
     "rotary_fraction",
@@ -90,7 +92,10 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     kind = _family(raw, path)
     keys = ConfigFile({kind.aliases.get(key, key): value for key, value in raw.items()}, path, kind.absent)
     _refuse_unsupported(keys, kind)
-    settings: dict[str, Any] = {"family": kind.name, "qkv_bias": kind.qkv_bias, "qk_norm": kind.qk_norm}
+    settings: dict[str, Any] = {"family": kind.name, "qk_norm": kind.qk_norm}
+    settings |= {name: getattr(kind, name) for name in BIASES}
+    for key, names in kind.biases.items():
+        settings |= dict.fromkeys(names, keys.switch(key))
     for name, key in kind.keys.items():
         if name not in ("kv_heads", "head_dim", "ffn_hidden"):
             settings[name] = _READERS.get(name, ConfigFile.number)(keys, key)
@@ -124,12 +129,12 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
 def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
     for key, values in {**_ONLY, **kind.also}.items():
         value = keys.raw.get(key)
-        if key not in kind.keys.values() and value is not None and value not in values:
+        if key not in (*kind.keys.values(), *kind.biases) and value is not None and value not in values:
             choices = ", ".join(map(json.dumps, values)) or "null"
             raise keys.problem(key, f"which is not supported; expected {choices}")
     kinds = keys.raw.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * len(kinds):
-        raise keys.problem("layer_types", "but every layer must be full_attention")
+    if kinds is not None and kinds not in ([kind] * len(kinds) for kind in kind.layer_types):
+        raise keys.problem("layer_types", f"but every layer must be {' or all '.join(kind.layer_types)}")
 
 
 def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
@@ -155,6 +160,7 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
         settings["rope_scaling"] = _scaling(keys, name, kind, rope)
         known |= {_ROPE_KEYS.get(ours, ours) for ours in RopeScaling.USED[kind]}
         known |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+        known |= {"original_max_position_embeddings"} if kind == "linear" else set()
     for key, value in rope.items():
         if key not in known and not (key == "partial_rotary_factor" and (partial or value in (None, 1.0))):
             raise keys.problem(f"{name}.{key}", f"which is not supported with rope_type {kind}", value)
@@ -165,11 +171,13 @@ def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) ->
     """The settings of ``model.rope_scaling``, from the object that stands at ``name``."""
     positions = keys.raw["max_position_embeddings"]
     original = keys.raw.get("original_max_position_embeddings")  # which transformers prefers
-    if original is None:
+    if kind == "dynamic":  # and here it knows no other
+        original = positions
+    elif original is None:
         original = rope.get("original_max_position_embeddings", positions)
     values = {key: value for key, value in rope.items() if value is not None}
     values["original_max_position_embeddings"] = original
-    if kind != "llama3":
+    if kind in ("yarn", "longrope"):
         values.setdefault("factor", positions / original)
     settings: dict[str, Any] = {"type": kind}
     for ours in RopeScaling.USED[kind][1:]:
@@ -181,7 +189,7 @@ def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) ->
             settings[ours] = [keys.above_zero(f"{here}[{n}]", number) for n, number in enumerate(value)]
         elif ours == "truncate":
             settings[ours] = value is not False
-        elif value is not None or kind == "llama3":
+        elif value is not None or kind == "llama3" or ours == "factor":
             settings[ours] = keys.above_zero(here, value)
     scales = values.get("mscale"), values.get("mscale_all_dim")
     if "attention_factor" not in settings and all(scales) and settings["factor"] > 1:
@@ -209,17 +217,18 @@ def architecture(model: ModelSettings) -> Family:
     others = [
         f"{name} {getattr(model, name)}" for name in OPTIONS if getattr(model, name) != getattr(plain, name)
     ]
+    biases = ", ".join(f"{name} {getattr(model, name)}" for name in BIASES)
+    known = f"{biases}, qk_norm {model.qk_norm}"
     description = ", ".join([f"hidden {model.hidden}", heads, *others])
     raise ConfigError(
         "model.family",
-        f"found {model.family} with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, {description}: none "
-        f"of {classes} is so",
+        f"found {model.family} with {known}, {description}: none of {classes} is so",
     )
 
 
 def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
-    same = (kind.norm, kind.rotary, kind.gated, kind.bias) == (own.norm, own.rotary, own.gated, own.bias)
-    if not same or (model.qkv_bias, model.qk_norm) != (kind.qkv_bias, kind.qk_norm):
+    same = (kind.norm, kind.rotary, kind.gated) == (own.norm, own.rotary, own.gated)
+    if not same or model.qk_norm != kind.qk_norm or not _has_biases(model, kind):
         return False
     if kind.whole_heads and model.hidden % model.heads:
         return False  # refused by its config class, though its layers could
@@ -228,6 +237,15 @@ def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
     plain = ModelSettings()
     assumed |= {name: getattr(plain, name) for name in OPTIONS}
     return all(getattr(model, name) == value for name, value in assumed.items() if name not in kind.keys)
+
+
+def _has_biases(model: ModelSettings, kind: Family) -> bool:
+    """Whether a family can have the model's biases."""
+    switched = [name for names in kind.biases.values() for name in names]
+    fixed = [name for name in BIASES if name not in switched]
+    return all(getattr(model, name) == getattr(kind, name) for name in fixed) and all(
+        len({getattr(model, name) for name in names}) == 1 for names in kind.biases.values()
+    )
 
 
 def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,6 +268,7 @@ def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) ->
         "model_type": kind.name,
         **written,
         **(_rope_json(model, kind) if kind.rotary else {}),
+        **{key: getattr(model, names[0]) for key, names in kind.biases.items()},
         **kind.fixed,
         **kind.write(model),
         **{key: special.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
@@ -271,6 +290,13 @@ def _rope_json(model: ModelSettings, kind: Family) -> dict[str, Any]:
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     if values.get("attention_factor") == "auto":
         del values["attention_factor"]
+    if own.type == "dynamic":  # it takes the longest sequence for the original one
+        if own.original_positions != model.max_positions:
+            problem = f"found {own.original_positions}, but transformers takes max_positions for it"
+            raise ConfigError(
+                "model.rope_scaling.original_positions", f"{problem}, {model.max_positions}; set them alike"
+            )
+        del values["original_max_position_embeddings"]
     if own.type != "longrope":
         return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": own.type, **values}}
     # Versions of Phi3Config expect these three keys alone, and the original length outside.

@@ -314,7 +314,7 @@ class ModelInventory:
             rotary_width=model.rotary_width if kind.rotary else 0,
             scale=float(model.attention_multiplier),
             qkv_bias=bool(model.qkv_bias),
-            out_bias=kind.bias,
+            out_bias=bool(model.out_bias),
             norm_eps=model.norm_eps if model.qk_norm else None,
             window=model.sliding_window,
             dropout=model.attention_dropout,
@@ -322,8 +322,8 @@ class ModelInventory:
         )
 
     def _feed_forward(self, layer: LayerTraits) -> BranchSpec:
-        kind = family(self.settings.family)
-        return FeedForwardSpec(layer, int(self.settings.ffn_hidden), kind.gated, kind.bias)
+        model, kind = self.settings, family(self.settings.family)
+        return FeedForwardSpec(layer, int(model.ffn_hidden), kind.gated, bool(model.mlp_bias))
 
     def residual_norm(self, name: str, unit: str, frozen: frozenset[str] = frozenset()) -> NormSpec:
         """A norm over the residual stream."""

@@ -93,11 +93,15 @@ class Rotary:
         frequencies, long = 1.0 / periods, None
         self._short = 0
         self._amplitude = 1.0 if scaling is None else _amplitude(scaling)
+        self._theta, self._places = model.rope_theta, places.to(device)
+        self._dynamic = scaling if scaling is not None and scaling.type == "dynamic" else None
         if scaling is not None and scaling.type == "llama3":
             frequencies = _llama3_scaled(frequencies, scaling)
         elif scaling is not None and scaling.type == "yarn":
             frequencies = _yarn_scaled(periods, scaling, model.rope_theta)
-        elif scaling is not None:
+        elif scaling is not None and scaling.type == "linear":
+            frequencies = frequencies / scaling.factor
+        elif scaling is not None and scaling.type == "longrope":
             frequencies, long = (
                 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
                 for factors in (scaling.short_factors, scaling.long_factors)
@@ -120,6 +124,8 @@ class Rotary:
         frequencies = self._frequencies
         if self._long is not None:
             frequencies = torch.where((lengths() > self._short)[:, None, None], self._long, frequencies)
+        if self._dynamic is not None:
+            frequencies = self._grown(self._dynamic, lengths()[:, None, None], frequencies)
         angles = (positions.float()[:, None, None] * frequencies).double()
         cos, sin = (
             part.float() for part in (exact.cos_sin(angles) if self._exact else (angles.cos(), angles.sin()))
@@ -127,6 +133,13 @@ class Rotary:
         if self._amplitude != 1.0:
             cos, sin = cos * self._amplitude, sin * self._amplitude
         return cos.to(dtype), sin.to(dtype)
+
+    def _grown(self, scaling: RopeScaling, lengths: Tensor, plain: Tensor) -> Tensor:
+        """Frequencies of documents of these lengths: beyond the original one, their base grows with them."""
+        width = 2 * len(self._places)
+        growth = scaling.factor * lengths / scaling.original_positions - (scaling.factor - 1)
+        base = self._theta * growth.clamp(min=1.0) ** (width / (width - 2))
+        return torch.where(lengths > scaling.original_positions, 1.0 / base**self._places, plain)
 
 
 def _powers(base: float, exponents: Tensor) -> Tensor:
@@ -138,7 +151,7 @@ def _powers(base: float, exponents: Tensor) -> Tensor:
 
 def _amplitude(scaling: RopeScaling) -> float:
     """What cos and sin are multiplied by."""
-    if scaling.type == "llama3":
+    if scaling.type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor != "auto":
         return scaling.attention_factor

@@ -57,7 +57,7 @@ def _complete(given: Mapping[str, Any]) -> bool:
     """Whether nothing is left to fill in but what is the same in every model of the family: files that are
     older than such a setting lack it."""
     kind = family(given.get("family", ModelSettings().family))
-    same = {*OPTIONS, "attention_multiplier"} - set(kind.keys)
+    same = {*OPTIONS, "attention_multiplier", "out_bias", "mlp_bias"} - set(kind.keys)
     free = {*FREE, *_unused(kind.name), *_movable(kind.name), *same}
     return set(ModelSettings.model_fields) - free <= set(given)
 

@@ -48,8 +48,12 @@ class SavedModel:
 
     @property
     def most_positions(self) -> int | None:
-        """Tokens of a sequence at most, where the model has a table of positions."""
+        """Tokens of a sequence at most: where the model has a table of positions, or frequencies for each
+        length of a document, with which the keys of a growing one would change."""
         model = self.config.model
+        scaling = model.rope_scaling
+        if scaling is not None and scaling.type == "dynamic":
+            return scaling.original_positions
         return None if family(model.family).rotary else int(model.max_positions)
 
     def tokenizer(self) -> Tokenizer:

@@ -86,6 +86,8 @@ def located(
     for ours, place in tensors.items():
         short = place.name.removeprefix(kind.base)
         name = place.name if place.name in present else short
+        if name not in present and ours == "embedding.weight" and model.tied_embeddings:
+            name = HEAD  # one matrix under either of its names
         if name not in present:
             raise HexadError(f"{where}: tensor {place.name} (model.{ours}) is missing")
         names[ours] = name

@@ -78,8 +78,9 @@ class Family:
         norm: over the residual stream: RMSNorm or LayerNorm.
         rotary: rotary positions; otherwise a learned table.
         gated: SwiGLU; otherwise GELU.
-        bias: biases on the attention's output and in the feed-forward layer.
-        qkv_bias, qk_norm, tied: defaults of ``model.qkv_bias``, ``qk_norm`` and ``tied_embeddings``.
+        qkv_bias, out_bias, mlp_bias, qk_norm, tied: defaults of ``model.qkv_bias``, ``out_bias``,
+            ``mlp_bias``, ``qk_norm`` and ``tied_embeddings``.
+        biases: key of ``config.json`` -> the settings of biases that it switches.
         grouped: ``model.kv_heads`` is 4 by default, where that divides the heads; otherwise all heads.
         whole_heads: its class of ``transformers`` requires ``hidden`` to be a multiple of ``heads``.
         presets: published models by name: values of :class:`ModelSettings`, each with the checkpoint whose
@@ -96,6 +97,7 @@ class Family:
         keys: setting -> key of ``config.json``.
         absent: what ``transformers`` takes for keys that a ``config.json`` lacks.
         aliases: further names of keys.
+        layer_types: of ``config.json``, one of which all layers have.
         fixed: keys and the values with which ``transformers`` computes what we do; written on export, and
             any other value is refused on import.
         also: further values of ``fixed`` keys that mean the same.
@@ -111,8 +113,9 @@ class Family:
     norm: Literal["rms", "layer"] = "rms"
     rotary: bool = True
     gated: bool = True
-    bias: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     tied: bool = False
     grouped: bool = True
@@ -125,6 +128,8 @@ class Family:
     scalings: tuple[str, ...] = tuple(RopeScaling.USED)
     buffers: str = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     aliases: Mapping[str, str] = field(default_factory=dict)
+    biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layer_types: tuple[str, ...] = ("full_attention",)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Callable[[ConfigFile], dict[str, Any]] = lambda keys: {}
@@ -154,6 +159,8 @@ class Family:
             "ffn_hidden": -(-8 * hidden // (3 * 64)) * 64 if self.gated else 4 * hidden,
             "tied_embeddings": self.tied,
             "qkv_bias": self.qkv_bias,
+            "out_bias": self.out_bias,
+            "mlp_bias": self.mlp_bias,
             "qk_norm": self.qk_norm,
             "attention_multiplier": 1 / sqrt(hidden // heads if model.head_dim == "auto" else model.head_dim),
         }

@@ -94,7 +94,8 @@ FAMILY = Family(
         "attention_dropout": 0.0,
         "mlp_bias": False,
     },
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    biases={"attention_bias": ("qkv_bias", "out_bias"), "mlp_bias": ("mlp_bias",)},
+    fixed={"hidden_act": "silu"},
     contexts={"llama2": 4096, "llama3-": 8192, "llama3.1": 131072, "llama3.2": 131072},
     presets={
         "llama2-7b": _llama2((32, 4096, 32, 32, 11008)),

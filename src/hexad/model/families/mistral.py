@@ -18,6 +18,7 @@ FAMILY = replace(
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
+    biases={},
     fixed={"hidden_act": "silu"},
     contexts={"mistral-7b": 32768},
     presets={

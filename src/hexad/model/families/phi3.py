@@ -37,6 +37,7 @@ FAMILY = replace(
     },
     fixed={"hidden_act": "silu"},
     scalings=("longrope",),
+    biases={},
     read=one_dropout,
     write=lambda model: {"embd_pdrop": model.dropout},
     contexts={"phi3-mini-4k": 4096, "phi3-medium-4k": 4096},

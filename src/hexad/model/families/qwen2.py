@@ -3,22 +3,36 @@
 from dataclasses import replace
 from typing import Any
 
+from hexad.config.model import ModelSettings
+
 from .family import ConfigFile, Shape
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 
+_SLIDING = "sliding_attention"
 
-def unused_window(keys: ConfigFile) -> dict[str, Any]:
-    """Refuse a sliding window that some layer would use: those from ``max_window_layers`` on."""
-    layers, window = keys.count("num_hidden_layers"), keys.raw.get("sliding_window")
-    # Where layer_types are given, all of them are full_attention.
-    used = keys.raw.get("layer_types") is None and keys.raw["use_sliding_window"]
-    if used and keys.number("max_window_layers") < layers and window is not None:
+
+def _window(keys: ConfigFile) -> dict[str, Any]:
+    """The window of all layers, or of none; layers from ``max_window_layers`` on have it, unless
+    ``layer_types`` says which."""
+    layers, first = keys.count("num_hidden_layers"), keys.number("max_window_layers")
+    if not keys.raw["use_sliding_window"] or keys.raw.get("sliding_window") is None:
+        return {"sliding_window": None}
+    kinds = keys.raw.get("layer_types")
+    windows = layers - min(first, layers) if kinds is None else kinds.count(_SLIDING)
+    if 0 < windows < layers:
         raise keys.problem(
             "sliding_window",
-            "which is not supported; where no sequence is longer than the window, set it to null there",
+            f"which {windows:.0f} of {layers} layers would use: all have to, or none; where no sequence is "
+            "longer than the window, set it to null there",
         )
-    return {}
+    return {"sliding_window": keys.count("sliding_window") if windows else None}
+
+
+def _write(model: ModelSettings) -> dict[str, Any]:
+    if model.sliding_window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "max_window_layers": 0}
 
 
 def _qwen25(sizes: Sizes, *, vocab: int = 152064, eps: float = 1e-6, tied: bool = False) -> Shape:
@@ -34,6 +48,7 @@ FAMILY = replace(
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
     whole_heads=False,
     qkv_bias=True,
+    keys={**LLAMA.keys, "sliding_window": "sliding_window"},
     absent={
         **{key: value for key, value in LLAMA.absent.items() if key not in _LACKED},
         "vocab_size": 151936,
@@ -44,10 +59,12 @@ FAMILY = replace(
         "sliding_window": 4096,
         "max_window_layers": 28,
     },
+    biases={},
     fixed={"hidden_act": "silu"},
     also={"attention_bias": (True, False)},  # it has its biases whatever the key says
-    read=unused_window,
-    write=lambda model: {"use_sliding_window": False},
+    layer_types=("full_attention", _SLIDING),
+    read=_window,
+    write=_write,
     contexts={"qwen2.5-": 32768} | dict.fromkeys([f"qwen2.5-{size}b" for size in (7, 14, 32, 72)], 131072),
     presets={
         "qwen2.5-0.5b": _qwen25((24, 896, 14, 2, 4864), vocab=151936, tied=True),

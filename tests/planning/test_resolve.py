@@ -54,7 +54,8 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
         "parallel.schedule",
         "parallel.schedule_memory",
     }
-    policies |= {"inference.cache_tokens", "inference.block"}  # what the memory and the device allow
+    # What the memory, the device and the process allow.
+    policies |= {"inference.cache_tokens", "inference.block", "inference.connections"}
     unused = {"parallel.context_ulysses", "parallel.context_balance"}
     unused |= {"parallel.schedule_group"} if schedule != "interleaved" else set()
     assert set(autos(resolved.config.model_dump(by_alias=True))) <= policies | unused

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hexad.config import Config, ConfigError, HexadError, dump_config
+from hexad.config import Config, ConfigError, HexadError, dump_config, shown
 from hexad.model.configuration import build_config, load_config
 from hexad.model.families import presets
 
@@ -234,3 +234,15 @@ def test_numbers_are_those_of_yaml_1_2(text: str, value: int) -> None:
 @pytest.mark.parametrize("text", ["2024-01-31", "2024-13-45", "12:30", "010"])
 def test_names_that_look_like_dates_and_octals_stay_names(text: str) -> None:
     assert load_config(None, [f"run.dir={text}"]).run.dir == text
+
+
+def test_values_are_shown_by_their_beginning() -> None:
+    """As Python writes them, in time that does not grow with them."""
+    for value in (3, "a", b"a", None, [1, "b"], {"a": [1, {}]}, (), [], {}, 1.5):
+        assert shown(value) == repr(value)
+    assert shown(["a" * 10**6] * 10**6) == repr(["a" * 70])[:60]
+    assert shown([0] * 10**7, 1000) == f"[{'0, ' * 20}...]"
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    assert shown(nested) == "[[[...]]]"

@@ -117,7 +117,7 @@ TRAIN = (
     ),
     (
         "train run.yaml model.rope_scaling.type=ntk",
-        "model.rope_scaling.type: found 'ntk', expected 'llama3', 'yarn' or 'longrope'",
+        "model.rope_scaling.type: found 'ntk', expected 'llama3', 'yarn', 'longrope', 'linear' or 'dynamic'",
     ),
     (
         "train run.yaml model.rope_scaling.high_freq_factor=0.5",

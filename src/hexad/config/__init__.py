@@ -11,6 +11,7 @@ from .errors import (
     in_python,
     one_line,
     pythonic,
+    shown,
 )
 from .load import (
     Wording,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import islice
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
 USER_ERROR = 2
@@ -105,3 +106,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known word nearest to ``word``, or an empty string."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+_MOST_SHOWN = 20
+"""Elements of a list or an object in a message."""
+
+
+def shown(value: object, length: int = 60, depth: int = 3) -> str:
+    """The beginning of a value as Python writes it, however large the value is."""
+    if isinstance(value, str | bytes):
+        return repr(value[:length])[:length]
+    if not isinstance(value, dict | list | tuple) or not value:
+        return repr(value)[:length]
+    if not depth:
+        return "..."
+    first = islice(value.items() if isinstance(value, dict) else value, _MOST_SHOWN)
+    if isinstance(value, dict):
+        parts = [f"{shown(key)}: {shown(inner, length, depth - 1)}" for key, inner in first]
+    else:
+        parts = [shown(inner, length, depth - 1) for inner in first]
+    text = ", ".join([*parts, *["..."] * (len(value) > _MOST_SHOWN)])
+    kind = dict if isinstance(value, dict) else tuple if isinstance(value, tuple) else list
+    return {dict: f"{{{text}}}", tuple: f"({text})", list: f"[{text}]"}[kind][:length]

@@ -1,13 +1,12 @@
 """Prompts and conversations to ids. No torch."""
 
 import json
-import reprlib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 from hexad.checkpoint.kept_tokenizer import ending_ids
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, shown
 from hexad.dataset.build.records import check_messages
 from hexad.dataset.text.chat import ChatTemplate, load_chat_template
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids
@@ -33,7 +32,7 @@ def form_of(prompt: object) -> str:
     given = [key for key in _FORMS if isinstance(prompt, Mapping) and key in prompt]
     if len(given) != 1 or not isinstance(prompt[given[0]], _FORMS[given[0]]):  # type: ignore[index]
         expected = 'an object with "prompt", a text or a list of ids, or "messages", a list'
-        raise HexadError(f"found {_shown(prompt)}, expected {expected}")
+        raise HexadError(f"found {shown(prompt, 100)}, expected {expected}")
     return given[0]
 
 
@@ -77,7 +76,7 @@ class PromptEncoder:
         if form == "prompt" and isinstance(prompt["prompt"], list):
             ids = prompt["prompt"]
             if not all(type(token) is int for token in ids):
-                raise HexadError(f"{name}: found {_shown(ids)}, expected a text or a list of ids")
+                raise HexadError(f"{name}: found {shown(ids)}, expected a text or a list of ids")
         elif form == "prompt":
             begin = self._begin if prompt.get("add_special_tokens", True) else []
             ids = [*begin, *self._encoded(prompt["prompt"], name)]
@@ -105,7 +104,7 @@ class PromptEncoder:
         values, tools = prompt.get("chat_template_kwargs") or {}, prompt.get("tools")
         if not isinstance(values, Mapping) or (reserved := sorted(_RESERVED.intersection(values))):
             problem = f"has {reserved[0]!r}, which is not one of them" if isinstance(values, Mapping) else ""
-            problem = problem or f"found {_shown(values)}, expected variables of the template by name"
+            problem = problem or f"found {shown(values)}, expected variables of the template by name"
             raise ConfigError("chat_template_kwargs", problem)
         continued = bool(prompt.get("continue_final_message"))
         begins = prompt.get("add_generation_prompt", not continued)
@@ -113,7 +112,7 @@ class PromptEncoder:
             problem = "found true with add_generation_prompt; set one of them"
             raise ConfigError("continue_final_message", problem)
         if tools is not None and not isinstance(tools, list):
-            raise ConfigError("tools", f"found {_shown(tools)}, expected a list of functions")
+            raise ConfigError("tools", f"found {shown(tools)}, expected a list of functions")
         return self.template.render(
             [_with_arguments(message) for message in prompt["messages"]],
             prompt=bool(begins),
@@ -169,8 +168,3 @@ def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
                 call = {**call, "function": {**function, "arguments": tree}}
         read.append(call)
     return {**message, "tool_calls": read}
-
-
-def _shown(value: Any) -> str:
-    """The beginning of a value, however large it is."""
-    return reprlib.repr(value)[:100]

@@ -7,7 +7,6 @@ are logged and ignored, or refused by a strict server.
 
 from __future__ import annotations
 
-import reprlib
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -23,7 +22,7 @@ from pydantic import (
     ValidationError,
 )
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, shown
 
 from ..grammars import of_choices, of_lark, of_regex, of_schema, schema_text
 from ..prompts import Prompt
@@ -51,11 +50,6 @@ WITHOUT_EFFECT = frozenset(
     )
 )
 """Fields that describe a request, or how it is served."""
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value, however large it is."""
-    return reprlib.repr(value)[:60]
 
 
 class StreamOptions(BaseModel):

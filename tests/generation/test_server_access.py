@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx2 as httpx
@@ -10,11 +10,15 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from starlette.types import Receive, Scope, Send
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hexad.generation.server.access import Guard, Room, body, parsed
 from hexad.generation.server.connections import Connection, Limits
 from hexad.generation.server.errors import Refused
+from hexad.generation.server.forms import EventStream
 from hexad.generation.server.metrics import Metrics
 
 
@@ -181,7 +185,9 @@ def test_json_is_bounded_by_its_parts() -> None:
         parsed(lists)
 
 
-def served(limits: Limits, client: Callable[[int], Awaitable[None]]) -> None:
+def served(
+    limits: Limits, client: Callable[[int], Awaitable[None]], application: ASGIApp | None = None
+) -> None:
     """Run a client of a server with such connections."""
 
     async def run() -> None:
@@ -189,7 +195,12 @@ def served(limits: Limits, client: Callable[[int], Awaitable[None]]) -> None:
 
         protocol = type("Bounded", (Connection,), {"limits": limits})
         config = uvicorn.Config(
-            answering, http=protocol, ws="none", lifespan="off", log_level="error", timeout_keep_alive=1
+            application or answering,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            timeout_keep_alive=1,
         )
         server = uvicorn.Server(config)
         config.load()
@@ -251,6 +262,35 @@ def test_clients_that_do_not_go_on_are_disconnected(sent: bytes) -> None:
         writer.close()
 
     served(Limits(8, 0.2), client)
+
+
+def test_clients_that_do_not_read_are_disconnected(caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of a stream, whose generator is closed."""
+    closed = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"a" * 2**16
+        finally:
+            closed.set()
+
+    async def stream(_: Request) -> EventStream:
+        return EventStream(endless())
+
+    async def client(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.wait_for(closed.wait(), 60)
+        while limits.open:
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    limits = Limits(8, 60.0)
+    guard = Guard(Starlette(routes=[Route("/", stream)]), Metrics(), ["/"], timeout=0.2)
+    served(limits, client, guard)
+    text = "clients have not accepted their answers in time (inference.client_timeout)"
+    assert [record.message for record in caplog.records] == [text]
 
 
 def test_errors_of_clients_are_one_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from hexad.config import ConfigError, HexadError
@@ -27,7 +27,7 @@ from ..requests import Request as TextRequest
 from ..requests import Update
 from .access import ClientLeft, Guard, Room, body, parsed
 from .errors import ContextExceeded, Refused, about, refusal, too_many
-from .forms import ChatForm, CompletionForm, Texts
+from .forms import ChatForm, CompletionForm, EventStream, Texts
 from .protocol import Body, ChatRequest, CompletionRequest, read
 from .service import Busy, Failed, Service, Unavailable
 from .tools import ToolFormat
@@ -171,7 +171,7 @@ class _Pages:
         if first is None or not (streaming or texts.complete):
             return Response(status_code=499)
         if streaming:
-            return StreamingResponse(texts.events(first, stream), media_type="text/event-stream")
+            return EventStream(texts.events(first, stream))
         # Naming the tokens of long prompts takes a while, too.
         answered = await loop.run_in_executor(self._threads, texts.content)
         return Response(answered, media_type="application/json")

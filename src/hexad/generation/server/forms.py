@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
 from hexad.config import json_text
 from hexad.dataset.text.token_text import Label, TokenLabels, TokenText
 
@@ -22,6 +25,18 @@ from .tools import Call, ToolFormat, ToolReader
 
 _PIECE = 512
 """Elements of a list that are written as JSON at once: meanwhile no other thread runs."""
+
+
+class EventStream(StreamingResponse):
+    """An answer in events, whose generator ends with it: also where a client leaves, or does not read."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
 class CompletionForm:

@@ -69,6 +69,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             problem = " ".join((error.message or "").split())
             raise HexadError(f"{self.name}:{error.lineno}: not a chat template: {problem}") from None
+        except Exception as error:  # nested too deeply, a number with too many digits, too large
+            raise HexadError(f"{self.name}: not a chat template: {one_line(error)}") from None
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
@@ -188,9 +190,12 @@ def _compiled(source: str) -> Any:
     """The template compiled in the environment of ``transformers`` (``utils/chat_template_utils.py`` of
     5.23): globals, filters and handling of blocks are part of the format."""
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from .chat_extension import Generation
+    from .chat_sandbox import LARGEST_TEMPLATE, BoundedSandbox, TemplateLimit
+
+    if len(source) > LARGEST_TEMPLATE:
+        raise TemplateLimit(f"found {len(source):,} characters, expected at most {LARGEST_TEMPLATE:,}")
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -207,10 +212,12 @@ def _compiled(source: str) -> Any:
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    environment = BoundedSandbox(
+        {"tojson": tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

@@ -8,8 +8,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hexad.config import HexadError
-from hexad.dataset.text.chat import ChatTemplate, _compiled
-from hexad.dataset.text.chat_sandbox import LARGEST_TEMPLATE, PER_CHARACTER, Budget, TemplateLimit
+from hexad.dataset.text.chat import LARGEST_TEMPLATE, ChatTemplate, _compiled
+from hexad.dataset.text.chat_sandbox import PER_CHARACTER, Budget, TemplateLimit
 
 LOOP, END = "{% for i in range(100000) %}", "{% endfor %}"
 PAIR = "{% set n = namespace(s='xxxx', l=[1, 2], m=[1]) %}" + LOOP

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config.errors import HexadError, one_line
-from hexad.config.files import readable
+from hexad.config.files import read_bounded, read_json
 
 from ..files import reporting
+from .hostile_tokenizer import LARGEST_FILE
 from .special_tokens import declared_tokens, token_text, tokenizer_settings
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -22,6 +23,8 @@ _DEFAULT, _TOOLS = "default", "tool_use"
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+LARGEST_TEMPLATE = 256 << 10
+"""Characters of a template's source; published ones have at most some 30,000."""
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "-"},)
 
 
@@ -192,7 +195,7 @@ def _compiled(source: str) -> Any:
     import jinja2.ext
 
     from .chat_extension import Generation
-    from .chat_sandbox import LARGEST_TEMPLATE, BoundedSandbox, TemplateLimit
+    from .chat_sandbox import BoundedSandbox, TemplateLimit
 
     if len(source) > LARGEST_TEMPLATE:
         raise TemplateLimit(f"found {len(source):,} characters, expected at most {LARGEST_TEMPLATE:,}")
@@ -277,17 +280,21 @@ def _special(directory: Path) -> list[str]:
     """The texts of a tokenizer's special tokens."""
     declared = [token.content for token in declared_tokens(directory) if token.flags.get("special")]
     try:
-        tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        tree = read_json(directory / "tokenizer.json", LARGEST_FILE)
         entries = tree.get("added_tokens") or []
     except (OSError, ValueError, AttributeError):
         entries = []  # loading the tokenizer reports that
-    listed = (entry for entry in entries if isinstance(entry, dict) and entry.get("special"))
-    return [*declared, *(entry["content"] for entry in listed)]
+    listed = (
+        (entry for entry in entries if isinstance(entry, dict) and entry.get("special"))
+        if isinstance(entries, list)
+        else ()
+    )
+    return [*declared, *(str(entry.get("content")) for entry in listed)]
 
 
 def _read(path: Path) -> str:
     try:
         with reporting(path):
-            return readable(path).read_text(encoding="utf-8")
+            return read_bounded(path, 4 * LARGEST_TEMPLATE).decode("utf-8")
     except UnicodeDecodeError:
         raise HexadError(f"{path}: not UTF-8 text; expected a chat template in Jinja2's language") from None

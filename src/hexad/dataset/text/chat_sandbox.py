@@ -19,8 +19,6 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-LARGEST_TEMPLATE = 256 << 10
-"""Characters of a template's source; published ones have at most some 30,000."""
 OPERATIONS = 4_000_000
 """Passes of loops, calls and outputs, beside one for each character of the conversation: some seconds."""
 CHARACTERS = 64 << 20

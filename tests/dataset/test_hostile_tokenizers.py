@@ -185,6 +185,22 @@ def test_what_published_files_hold_is_accepted(tmp_path: Path, kind: str) -> Non
     assert len(tokenizer.encode("hello " * 9)) in range(3, 100)  # neither truncated nor padded
 
 
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ({b"a": 0}, "it has no rank for the byte 0x00"),
+        ({bytes([byte]): 7 for byte in range(256)}, "not a tiktoken file: "),
+        ({bytes([byte]): byte for byte in range(256)} | {b"ab": 2**40}, "found the id 1099511627776 in its"),
+    ],
+)
+def test_ranks(tmp_path: Path, ranks: dict[bytes, int], says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    (tmp_path / "a.tiktoken").write_text("".join(lines))
+    with pytest.raises(HexadError, match=rf"a\.tiktoken: {says}"):
+        load_tokenizer(str(tmp_path / "a.tiktoken"))
+    assert not capfd.readouterr().err
+
+
 VALUES: tuple[Any, ...] = (
     None, True, 0, -1, 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 10**30, 1.5, float("nan"), float("inf"),
     "", "x", "a" * 70_000, [], {}, [[]], ["a", "b"], {"a": 1}, [["a", 1]], {"type": "Sequence"},

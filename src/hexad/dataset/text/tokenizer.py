@@ -289,6 +289,8 @@ class TiktokenTokenizer(Tokenizer):
         tiktoken = _extra("tiktoken", f"{file} is a tiktoken rank file")
         ranks = _read_ranks(file)
         check_ids(file, ranks)
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise HexadError(f"{file}: not a tiktoken file: it has no rank for the byte 0x{missing[0]:02x}")
         first = max(ranks.values()) + 1
         reserved = (f"<|reserved_special_token_{number}|>" for number in count())
         names = (_LLAMA3_NAMED.get(number) or next(reserved) for number in range(_LLAMA3_SPECIALS))

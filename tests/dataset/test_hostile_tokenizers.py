@@ -188,7 +188,7 @@ def test_what_published_files_hold_is_accepted(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize(
     ("ranks", "says"),
     [
-        ({b"a": 0}, "it has no rank for the byte 0x00"),
+        ({b"a": 0}, "not a tiktoken file: it has no rank for the byte 0x00"),
         ({bytes([byte]): 7 for byte in range(256)}, "not a tiktoken file: "),
         ({bytes([byte]): byte for byte in range(256)} | {b"ab": 2**40}, "found the id 1099511627776 in its"),
     ],

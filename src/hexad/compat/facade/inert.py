@@ -111,7 +111,9 @@ def _checked_archive(path: Path, source: IO[bytes]) -> tuple[bytes, int]:
             raise HexadError(f"{path}: damaged: its entries overlap, or two have one name")
         damaged = archive.testzip()
         if damaged is not None:
-            raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
+            raise HexadError(
+                f"{path}: damaged: the checksum of {_visible(damaged)} does not match its content"
+            )
         pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise HexadError(f"{path}: not written by torch.save: found {len(pickles)} entries data.pkl")
@@ -326,7 +328,10 @@ def _reason(error: Exception) -> str:
     return f"cannot be read: {one_line(error).split('. ')[0]}"
 
 
+def _visible(name: str) -> str:
+    """A name from a file, in one line."""
+    return name.encode("unicode_escape").decode()
+
+
 def _refused(name: str) -> str:
-    return (
-        f"found {name} in its pickle, which is not loaded, as it could run code; save it without that object"
-    )
+    return f"found {_visible(name)} in its pickle, which is not loaded, as it could run code; save it without that object"

@@ -334,4 +334,7 @@ def _visible(name: str) -> str:
 
 
 def _refused(name: str) -> str:
-    return f"found {_visible(name)} in its pickle, which is not loaded, as it could run code; save it without that object"
+    return (
+        f"found {_visible(name)} in its pickle, which is not loaded, as it could run code; save it without "
+        "that object"
+    )

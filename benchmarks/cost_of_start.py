@@ -49,6 +49,8 @@ from hexad.topology.mesh import connected
 LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
 HOST = 8
 """Ranks of a host."""
+HEADER = 1 << 16
+"""Bytes of the header of a host's file."""
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 # Name, shape, and the dim that the tensor axis divides.
 LAYER = [
@@ -116,9 +118,10 @@ def index_of(layout: Layout, rank: int) -> Index:
     begin = rank - rank % HOST
     near = range(begin, min(begin + HOST, layout.world))
     own = written(layout, rank)
-    values = sum(4 * part.rectangle.numel for part in own)
-    blocks = (rank == begin) + sum(block_count(part.rectangle.sizes, 4) for part in own)
-    record = FileRecord(((values, "0" * 32),), 1 << 16, os.urandom(8 * blocks))
+    first = rank == begin  # which writes the header
+    size = first * HEADER + sum(4 * part.rectangle.numel for part in own)
+    blocks = first + sum(block_count(part.rectangle.sizes, 4) for part in own)
+    record = FileRecord(((size, "0" * 32),), HEADER, os.urandom(8 * blocks))
     return TensorFile.of_host(rank, {other: written(layout, other) for other in near}).index(record)
 
 

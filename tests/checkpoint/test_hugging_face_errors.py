@@ -135,6 +135,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": None}, "num_hidden_layers: found null"),
     ("llama", {"tie_word_embeddings": "yes"}, 'tie_word_embeddings: found "yes"'),
     ("llama", {"rms_norm_eps": "1e-5"}, 'rms_norm_eps: found "1e-5"'),
+    ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps: found 1000000"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps: found NaN, expected a number from 0"),
+    ("llama", {"initializer_range": 10**400}, "initializer_range: found 1000000"),
+    ("llama", {"rope_theta": 10**400}, "rope_theta: found 1000000"),
 ]  # fmt: skip
 
 

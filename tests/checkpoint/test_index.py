@@ -50,7 +50,7 @@ def shares(world: int, draw: random.Random) -> list[list[Rectangle]]:
 
 
 def index_of(number: int, rectangles: list[Rectangle]) -> Index:
-    record = FileRecord(((8, ""),), 8, bytes(8 * (1 + len(rectangles))))
+    record = FileRecord(((4096, ""),), 8, bytes(8 * (1 + len(rectangles))))
     return Index.of_file(
         f"rank-{number}",
         record,

@@ -172,3 +172,61 @@ def test_a_rectangle_that_is_in_no_file_is_refused(tmp_path: Path, row: list[int
     change(path, move)
     with pytest.raises(DamagedCheckpoint, match="in no block of the files"):
         Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "row", "says"),
+    [
+        ((10**6, 10**6), None, "takes more bytes than all files have"),
+        ((2**40, 2**40), None, "takes more bytes than all files have"),
+        ((10**300, 2), None, "takes more bytes than all files have"),
+        ((4, 2), None, "found 6 values, expected 8"),
+        ((1,) * 200, [1, 1, 0, *[0] * 200, *[1] * 200], "200 dims, expected at most 16"),
+        ((3, 2), [1, 1, 10**6, 0, 0, 3, 2], "a rectangle ends after its file"),
+        ((3, 2), [1, 1, 2**62, 0, 0, 3, 2], "a rectangle ends after its file"),
+        ((0, 2**62, 2**62), [1, 1, 0, *[0] * 3, 0, 2**62, 2**62], ""),
+    ],
+)  # fmt: skip
+def test_a_shape_is_compared_with_the_file_before_memory_is_allocated(
+    tmp_path: Path, shape: tuple[int, ...], row: list[int] | None, says: str
+) -> None:
+    path = checkpoint(tmp_path)
+
+    def grow(body: dict[str, Any]) -> None:
+        names = list(body["files"])
+        entry = body["tensors"][NAME]
+        entry[1] = list(shape)
+        if row is not None:
+            entry[2] = pack([[names.index("rank-00000.safetensors"), *row[1:]]])
+
+    change(path, grow)
+    if says:
+        with pytest.raises(DamagedCheckpoint, match=says):
+            Checkpoint(path)
+    else:
+        Checkpoint(path)
+
+
+def test_a_forged_size_of_a_file_is_compared_with_it(tmp_path: Path) -> None:
+    """A manifest in which shape, rectangle and size of the file agree, and the file is small."""
+    path = checkpoint(tmp_path)
+
+    def grow(body: dict[str, Any]) -> None:
+        number = list(body["files"]).index("rank-00000.safetensors")
+        body["files"]["rank-00000.safetensors"][0][0][0] = 2**50
+        body["tensors"][NAME][1] = [2**24, 2**20]
+        body["tensors"][NAME][2] = pack([[number, 1, 0, 0, 0, 2**24, 2**20]])
+
+    change(path, grow)
+    with (
+        Checkpoint(path) as opened,
+        pytest.raises(DamagedCheckpoint, match="bytes of 1125899906842624"),
+    ):
+        opened.read(NAME)
+
+
+def test_a_manifest_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    (path / MANIFEST_FILE).write_bytes(_guarded(b"[" * 100_000 + b"]" * 100_000))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json: nested too deeply"):
+        Checkpoint(path)

@@ -13,6 +13,25 @@ FILES = (
         f"config check run.yaml run.steps={'9' * 5000}",
         "override run.steps: not valid YAML: Exceeds the limit",
     ),
+    ("config check hex.yaml", "hex.yaml: not valid YAML: Exceeds the limit of 20,000 characters of a number"),
+    ("config check binary.yaml", "binary.yaml: not valid YAML: Exceeds the limit (4300 digits) for integer"),
+    ("config check base-60.yaml", "not valid YAML: Exceeds the limit of 20,000 characters of a number"),
+    ("config check long.yaml", ", expected an integer"),
+    ("config check large.yaml", "large.yaml: cannot be read: larger than 4,194,304 bytes"),
+    (
+        "config check laughs.yaml",
+        "not valid YAML: its aliases stand for more than 200,000 values",
+    ),
+    (
+        "config check merges.yaml",
+        "not valid YAML: its aliases stand for more than 200,000 values",
+    ),
+    (
+        "config check run.yaml 'run.steps=[&a [1, 1], &b [*a, *a], &c [*b, *b], *c]'",
+        "[[[1, 1], [1, 1]], [[1, 1], [1, 1]]]], expected an integer",
+    ),
+    (f"config check run.yaml run.steps=0x{'f' * 30_000}", "override run.steps: not valid YAML: Exceeds the"),
+    (f"config check run.yaml run.{'x' * 90_000}=1", "xxx: unknown key; known here: dir, seed"),
     ("config check deep.yaml", "deep.yaml: not valid YAML: nested too deeply"),
     ("config check self.yaml", "run.steps: found {'steps': {'steps': {...}}}, expected an integer"),
     ("config check switch.yaml", "on: unknown key; known here: run, model"),
@@ -132,7 +151,24 @@ FILES = (
         "checkpoint import --from hf-deep --to out",
         "hf-deep/config.json: cannot be read: maximum recursion depth",
     ),
+    (
+        "checkpoint import --from hf-digits --to out",
+        "hf-digits/config.json: cannot be read: Exceeds the limit (4300 digits) for integer",
+    ),
+    # tokenizers
+    (
+        "data build --input words.txt --output out --tokenizer panic-tokenizer",
+        "tokenizer.json: not a Hugging Face tokenizer.json: its library failed: chunk size must be non-zero",
+    ),
+    (
+        "data build --input words.txt --output out --tokenizer huge-tokenizer",
+        "tokenizer.json: found the id 2147483648 in its vocabulary, expected at most 16777215",
+    ),
     # DeepSpeed's files
+    ("config from-deepspeed ds-digits.json", "not valid JSON: Exceeds the limit (4300 digits) for integer"),
+    ("config from-deepspeed ds-digits.hjson", "ds-digits.hjson, line 1, column 2: not valid JSON: Expecting"),
+    (f"config from-deepspeed ds.json train_batch_size={'9' * 5000}", "not valid JSON: Exceeds the limit"),
+    (f"config from-deepspeed ds.json train_batch_size={'[' * 50_000}", "not valid JSON: maximum recursion d"),
     ("config from-deepspeed deep.json", "deep.json: not valid JSON: maximum recursion depth exceeded"),
     (
         "config from-deepspeed ds.json train_batch_size=true",

@@ -33,6 +33,18 @@ TEXTS = {
     "two.yaml": "run: {steps: 3}\n---\nrun: {steps: 4}\n",
     "deep.yaml": f"run: {'[' * 3000}{']' * 3000}\n",
     "self.yaml": "run: &a {steps: *a}\n",
+    "hex.yaml": f"run: {{steps: 0x{'f' * 200_000}}}\n",
+    "binary.yaml": f"run: {{steps: 0b{'1' * 19_000}}}\n",
+    "base-60.yaml": f"run: {{steps: !!int {'1:' * 50_000}1}}\n",
+    "long.yaml": f"run: {{steps: {'a' * 1_000_000}}}\n",
+    "large.yaml": f"# {'x' * (5 << 20)}\n",
+    "laughs.yaml": "run:\n  a0: &a0 [x, x]\n"
+    + "".join(f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    + "  steps: *a11\n",
+    "merges.yaml": "a: &a {steps: 3}\nb0: &b0 {<<: [*a, *a]}\n"
+    + "".join(f"b{n}: &b{n} {{<<: [{', '.join([f'*b{n - 1}'] * 9)}]}}\n" for n in range(1, 12)),
+    "ds-digits.json": f'{{"train_batch_size": {"9" * 200_000}}}',
+    "ds-digits.hjson": f"{{train_batch_size: {'9' * 200_000}}}",
     "switch.yaml": "on: {steps: 3}\n",
     "merge.yaml": "base: &b {steps: 3}\nrun:\n  <<: *b\n",
     "control.yaml": "run: {steps: 3\x01}\n",
@@ -192,6 +204,7 @@ def _runs() -> None:
 def _models() -> None:
     hugging_face.save("llama", Path("hf"), torch.float32)
     for name in (
+        "hf-digits",
         "hf-no-config",
         "hf-bad-config",
         "hf-bad-weights",
@@ -208,13 +221,30 @@ def _models() -> None:
     for path in Path("hf-no-weights").glob("*.safetensors*"):
         path.unlink()
     Path("hf-deep/config.json").write_text(TEXTS["deep.json"])
+    Path("hf-digits/config.json").write_text(f'{{"hidden_size": {"9" * 200_000}}}')
     config = json.loads(Path("hf/config.json").read_text())
     Path("hf-unknown/config.json").write_text(json.dumps({**config, "model_type": "t5"}))
     Path("hf-wrong/config.json").write_text(json.dumps({**config, "hidden_size": 72}))
 
 
 def _tokenizers() -> None:
-    for name, text in (("bad-tokenizer", "{"), ("odd-tokenizer", '{"version": "1.0"}')):
+    hostile = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "FixedLength", "length": 0},
+        "model": {
+            "type": "WordLevel",
+            "unk_token": "unk",
+            "vocab": {"unk": 0, "a": 1},
+        },
+    }
+    huge = {**hostile, "pre_tokenizer": None, "model": {**hostile["model"], "vocab": {"unk": 0, "a": 2**31}}}
+    for name, text in (
+        ("bad-tokenizer", "{"),
+        ("odd-tokenizer", '{"version": "1.0"}'),
+        ("panic-tokenizer", json.dumps(hostile)),
+        ("huge-tokenizer", json.dumps(huge)),
+    ):
         Path(name).mkdir()
         Path(name, "tokenizer.json").write_text(text)
     Path("bad.model").write_text("no sentences")

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hexad.comm import agreed, from_first, identical
 from hexad.config import Config, ConfigError, HexadError, blaming
+from hexad.config.load import read_yaml
 from hexad.model.inventory import ModelInventory
 from hexad.model.pretrained import HUGGING_FACE, hugging_face_directory
 from hexad.parallel.sharding import fill_initial
@@ -91,8 +90,8 @@ def removal_notice(base: Base) -> str | None:
     if CheckpointDirectory(run).path != checkpoint.parent:
         return None
     try:
-        keep = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["keep"]
-    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError):  # no run that could continue
+        keep = read_yaml(run / "config.yaml")["checkpoint"]["keep"]
+    except (OSError, ValueError, HexadError, TypeError, KeyError):  # no run that could continue
         return None
     return (
         f"the adapters need {checkpoint}, which run {run} removes when it has {keep} newer checkpoints "

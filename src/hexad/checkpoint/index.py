@@ -8,6 +8,7 @@ rank that writes the manifest. No torch.
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,10 @@ from hexad.parallel.rectangle import Rectangle
 
 Rows = NDArray[np.int64]
 
+_BITS = re.compile(r"\d+")
+"""In the name of a format, such as ``float8_e4m3fn``."""
+_MOST_DIMS, _MOST_BYTES = 16, 1 << 60
+"""Of a tensor; the check that rectangles cover it takes time that doubles with each dim."""
 _PLACE = 4
 """Columns of a row before the rectangle: tensor, file, block, begin."""
 
@@ -108,13 +113,17 @@ class Index:
             ValueError: an entry has another form, or names a file or block that does not exist.
         """
         blocks = np.array([len(record.blocks) // 8 for record in files.values()], dtype=np.int64)
+        sizes = np.array([min(record.size, _MOST_BYTES) for record in files.values()], dtype=np.int64)
         tensors, unpacked = {}, []
         for name, (dtype, shape, packed) in entries.items():
             tensors[name] = tensor = GlobalTensor(dtype, tuple(map(int, shape)))
+            if len(tensor.shape) > _MOST_DIMS:
+                raise ValueError(f"tensor {name}: {len(tensor.shape)} dims, expected at most {_MOST_DIMS}")
             if not isinstance(dtype, str) or not isinstance(packed, str) or min(tensor.shape, default=0) < 0:
                 raise ValueError(f"found {dtype!r}, shape {shape}, and rectangles of {type(packed).__name__}")
             try:
                 unpacked.append(_unpacked(packed, tensor.shape, blocks))
+                _check_places(tensor, unpacked[-1], sizes)
             except ValueError as error:
                 raise ValueError(f"tensor {name}: {error}") from None
         dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
@@ -283,6 +292,24 @@ def _unpacked(packed: str, shape: tuple[int, ...], blocks: Rows) -> Rows:
     if (sizes > np.array(shape)).any() or (offsets > np.array(shape) - sizes).any():
         raise ValueError("a rectangle exceeds its tensor's shape")
     return rows
+
+
+def _check_places(tensor: GlobalTensor, rows: Rows, sizes: Rows) -> None:
+    """Check that a tensor has as many values as its rectangles, and that these are inside their files of some
+    ``sizes``: a shape is not believed before memory is allocated for it.
+
+    Raises:
+        ValueError: they are not.
+    """
+    bits, dims, count = _BITS.search(tensor.dtype), len(tensor.shape), math.prod(tensor.shape)
+    item = max(1, int(bits[0]) // 8) if bits else 1
+    if count * item > min(sum(sizes.tolist()), _MOST_BYTES):  # no product below overflows
+        raise ValueError(f"shape {list(tensor.shape)} takes more bytes than all files have")
+    counts = rows[:, 3 + dims :].prod(1)
+    if (rows[:, 2] > sizes[rows[:, 0]] - counts * item).any():
+        raise ValueError("a rectangle ends after its file")
+    if (found := int(counts.sum())) != count:
+        raise ValueError(f"found {found} values, expected {count}")
 
 
 def _padded(rows: Rows, dims: int, first: int = _PLACE) -> Rows:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, ConfigError, HexadError, blaming
+from hexad.config.files import read_json
 from hexad.config.load import anchored
 from hexad.config.schema import prefixes
 from hexad.dataset.files import sync_directory, write_durably
@@ -165,7 +166,7 @@ def ending_ids(source: str, spec: str) -> list[int]:
 def generation_ends(folder: Path) -> list[int]:
     """The ids of ``eos_token_id`` in a directory's ``generation_config.json``; none where it has none."""
     try:
-        tree = json.loads((folder / GENERATION_FILE).read_text(encoding="utf-8"))
+        tree = read_json(folder / GENERATION_FILE)
         ends = tree.get("eos_token_id")
     except (OSError, ValueError, AttributeError):
         return []

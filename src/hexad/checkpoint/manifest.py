@@ -125,7 +125,10 @@ class Manifest:
         text = content[_PREFIX : -len(_END)]
         if _guarded(text) != content:
             raise ValueError("its checksum does not match its content")
-        body = json.loads(text)
+        try:
+            body = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
         if not isinstance(body, dict):
             raise ValueError("it holds no object")
         if body.get("format") not in FORMATS:

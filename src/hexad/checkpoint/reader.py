@@ -129,9 +129,13 @@ class Checkpoint:
             HexadError: as for :meth:`fill`.
         """
         tensor = self._tensor(name)
-        out = torch.empty(tuple(tensor.shape if sizes is None else sizes), dtype=_dtype(tensor.dtype))
         begin = tuple(offset) if offset is not None else (0,) * len(tensor.shape)
-        self.fill([Chunk(Rectangle(name, tensor.shape, begin, tuple(out.shape)), out)])
+        wanted = Rectangle(name, tensor.shape, begin, tuple(tensor.shape if sizes is None else sizes))
+        files = list(self.manifest.files.items())
+        for number in {row[0] for row in self.manifest.index.touching(wanted).tolist()}:
+            check_size(self.path, *files[number])  # before memory is allocated for what a manifest claims
+        out = torch.empty(wanted.sizes, dtype=_dtype(tensor.dtype))
+        self.fill([Chunk(wanted, out)])
         return out
 
     def _tensor(self, name: str) -> GlobalTensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import HexadError, counted
+from hexad.config import HexadError, counted, one_line
 
 from .options import answer, json_option, print_json
 
@@ -166,7 +166,13 @@ def _import_checkpoint(
     """Import a checkpoint of another system."""
     system = import_module(f"hexad.compat.{_SYSTEMS[kind]}.import_checkpoint")
     given = None if model is None else Path(model)
-    imported: ImportResult = system.import_checkpoint(source, target, _resolved, given, weights_only)
+    try:
+        imported: ImportResult = system.import_checkpoint(source, target, _resolved, given, weights_only)
+    except HexadError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {one_line(error)}"
+        raise HexadError(f"{source}: its files do not hold what they should: {problem}") from error
     config, where = imported.config, target.resolve()
     family = "module" if config is None else config.model.family
     facts = {name: getattr(imported, name) for name in ("step", "samples", "parameters", "optimizer")}

@@ -9,12 +9,17 @@ from difflib import get_close_matches
 from itertools import islice
 
 _OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
+_LONGEST, _HEAD, _TAIL = 2000, 700, 250
 USER_ERROR = 2
 """Exit status of a command that met a mistake the user can fix."""
 
 
 class HexadError(Exception):
-    """A mistake the user can fix: shown as one line, without a traceback, with exit status 2."""
+    """A mistake the user can fix: shown as one line, without a traceback, with exit status 2. Where
+    a long value is quoted, the middle of the message is left out."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_HEAD]} ... {message[-_TAIL:]}")
 
 
 class AgreedError(HexadError):
@@ -64,9 +69,14 @@ def blaming(field: str) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The text of another package's or the operating system's error, for a message."""
+    """The text of another package's or the operating system's error, for a message. It may quote a file."""
     text = getattr(error, "strerror", None) or str(error)  # without the number that str() gives
-    return " ".join(text.split()) or type(error).__name__
+    return shortened(" ".join(text.split())) or type(error).__name__
+
+
+def shortened(text: str, most: int = 400) -> str:
+    """A text, or its beginning and ``...`` where it is long."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def in_python(error: HexadError) -> HexadError:

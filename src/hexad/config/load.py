@@ -11,8 +11,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import ConfigError, HexadError, did_you_mean, one_line
-from .files import readable
+from .files import read_bounded
 from .schema import Config
+
+LARGEST_YAML = 4 << 20
+"""Bytes of a file of settings; one with ten thousand data sets has one million."""
+_NODES = 200_000
+"""Values of a file of settings, those behind aliases counted each time: few lines may be billions."""
+_LONGEST_NUMBER = 20_000
+"""Characters; Python converts at most 4300 digits, but reads any number of others."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -38,7 +45,34 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(name)
         return super().construct_mapping(node, deep)
 
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}) > _NODES:
+            raise yaml.YAMLError(f"its aliases stand for more than {_NODES:,} values")
+        return node
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _LONGEST_NUMBER:
+            raise ValueError(f"Exceeds the limit of {_LONGEST_NUMBER:,} characters of a number")
+        value = super().construct_yaml_int(node)
+        str(value)  # fails for a number too long to be shown in an error
+        return value
+
+
+def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """The number of values in a node, with each alias replaced by what it stands for."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if node not in known:
+        known[node] = 1  # of a node in itself, which is not constructed again
+        inner = (
+            node.value if isinstance(node, yaml.SequenceNode) else (n for pair in node.value for n in pair)
+        )
+        known[node] = 1 + sum(_expanded(item, known) for item in inner)
+    return known[node]
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
 _StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in forms if tag.rpartition(":")[2] not in ("int", "timestamp")]
     for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -89,14 +123,24 @@ def read_tree(
     return tree
 
 
+def read_yaml(path: Path) -> Any:
+    """The content of a file of settings.
+
+    Raises:
+        HexadError: it is not YAML.
+        OSError: it cannot be read, or is too large.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return _parse_yaml(read_bounded(path, LARGEST_YAML).decode("utf-8"), str(path))
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = readable(path).read_text(encoding="utf-8")
+        tree = read_yaml(path) or {}
     except FileNotFoundError:
         raise HexadError(f"{path}: no such configuration file") from None
     except (OSError, ValueError) as error:  # not UTF-8, or a name with NUL
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
-    tree = _parse_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise HexadError(f"{path}: found a {type(tree).__name__}, expected a mapping of settings")
     return _in_its_place(tree, path)

@@ -120,7 +120,7 @@ class TextFile:
                     self.known.add(row["request"])
                     self._complete += len(line)
                     continue
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 if not complete and line.startswith(b'{"'):
                     return
             problem = "not a line that 'hexad generate' has written; give another file"

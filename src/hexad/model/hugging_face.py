@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import ConfigError, HexadError, one_line
+from hexad.config.files import read_json
 from hexad.config.model import ModelSettings, RopeScaling
 
 from .families import Family, families, family
@@ -73,10 +74,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise HexadError(f"{directory}: no such directory; expected a Hugging Face model with {CONFIG_FILE}")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except FileNotFoundError:
         raise HexadError(f"{directory}: not a Hugging Face model: {CONFIG_FILE} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(raw, dict):
         raise HexadError(f"{path}: found a {type(raw).__name__}, expected an object of settings")

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from hexad.config import ConfigError, HexadError, blaming, one_line
 from hexad.config.hub import PREFIX as HUGGING_FACE
+from hexad.config.load import read_yaml
 from hexad.config.model import ModelSettings
 
 from .families import family
@@ -92,7 +92,7 @@ def _settings(load: str) -> ModelSettings:
 def _saved(path: Path) -> dict[str, Any]:
     """The model settings of a run or checkpoint, both of which have a resolved ``config.yaml``."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        tree = read_yaml(path)["model"]
         unused = _unused(tree["family"])
         return {name: value for name, value in tree.items() if name not in unused and value != "auto"}
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _saved(path: Path) -> dict[str, Any]:
             f"{path.parent}: neither a run nor a checkpoint: {path.name} is missing "
             f"(a Hugging Face model is given as {HUGGING_FACE}{path.parent})"
         ) from None
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
 
 

@@ -4,11 +4,10 @@ process is started."""
 from importlib.util import find_spec
 from pathlib import Path
 
-import yaml
-
 from hexad.checkpoint.directory import CheckpointDirectory, check_same_model
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
-from hexad.config import Config, ConfigError, blaming
+from hexad.config import Config, ConfigError, HexadError, blaming
+from hexad.config.load import read_yaml
 from hexad.config.schema import prefixes
 from hexad.dataset.built import check_targets, open_built
 from hexad.dataset.load.whole_samples import source_of
@@ -39,8 +38,11 @@ def check_start(config: Config) -> None:
             raise ConfigError("run.dir", f"cannot write to {directory}: {path} is a file")
     try:
         path = CheckpointDirectory(directory).start(config.checkpoint)
-        tree = path and yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except OSError:
+        return
+    try:
+        tree = path and read_yaml(path / "config.yaml")
+    except (OSError, UnicodeDecodeError, HexadError):
         return
     if path is None or not isinstance(tree, dict):
         return

@@ -89,7 +89,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         parsed: dict[str, Any] = json.loads(line)
         if type(parsed["step"]) is int:
             return parsed
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise HexadError(
         f"{where}: found {line[:60]!r}, expected a JSON object with an integer 'step'; "

@@ -6,7 +6,6 @@ One row per pipeline rank, time to the right, one box per action, as in the figu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hexad.config import HexadError
+from hexad.config.files import read_json
 from hexad.parallel.pipeline.schedule import Action, Schedule
 from hexad.parallel.pipeline.simulate import Timeline
 from hexad.parallel.pipeline.validate import validate
@@ -115,7 +115,7 @@ def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
         HexadError: the file cannot be read, or its content is not a timeline.
     """
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+        tree = read_json(path)
         return int(tree["step"]), [_from_tree(tree[label], label) for label in ("planned", "measured")]
     except (OSError, KeyError, TypeError, ValueError, HexadError) as error:
         raise HexadError(

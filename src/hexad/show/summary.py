@@ -7,11 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import saved_form
 from hexad.config import Config, HexadError, counted
+from hexad.config.load import read_yaml
 from hexad.planning import Resolved
 from hexad.planning.costs import parameter_count, trained_count
 from hexad.planning.memory import MemoryPlan, largest
@@ -78,9 +77,9 @@ def _step_seconds(config: Config) -> float | None:
     those to come would, on the same ranks; else None."""
     directory = Path(config.run.dir)
     try:
-        before = dict(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")))
+        before = dict(read_yaml(directory / "config.yaml"))
         lines = read_metrics(directory).lines
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError, HexadError):
+    except (OSError, UnicodeDecodeError, TypeError, ValueError, HexadError):
         return None
     now = saved_form(config).model_dump(mode="json", by_alias=True)
     for group, names in _TIMED.items():

@@ -8,6 +8,7 @@ exposed communication. What remains of a step is idle.
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from rich.table import Table
 
 from hexad.config import HexadError, one_line
 
+LARGEST_TRACE = 1 << 30
+"""Characters of a trace, decompressed; all of it is in memory."""
 Span = tuple[float, float]
 """Beginning and end, in microseconds."""
 
@@ -68,8 +71,11 @@ def read_traces(directory: str | Path) -> list[RankTrace]:
 def _read(path: Path) -> RankTrace:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as stream:
-            events = json.load(stream)["traceEvents"]
-    except (OSError, ValueError, KeyError, EOFError) as error:
+            text = stream.read(LARGEST_TRACE + 1)
+            if len(text) > LARGEST_TRACE:
+                raise ValueError(f"larger than {LARGEST_TRACE:,} characters")
+            events = json.loads(text)["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error, RecursionError) as error:
         raise HexadError(f"{path}: not a trace of torch's profiler: {one_line(error)}") from None
     rank = int(path.name.removeprefix("rank-").removesuffix(".json.gz"))
     return summarise(rank, [event for event in events if event.get("ph") == "X"])

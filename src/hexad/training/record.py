@@ -88,7 +88,7 @@ class MetricsFile:
 def _step(line: bytes) -> float:
     try:
         return int(json.loads(line)["step"]) if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")  # truncated by a kill
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError, counted, one_line
+from hexad.config.files import read_json
 from hexad.dataset.files import exclusive, reporting, write_durably
 from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
@@ -110,12 +111,24 @@ def special_tokens(directory: Path | None, ends: int | list[int] | None) -> dict
     for path in (directory / CONFIG_FILE, directory / GENERATION_FILE) if directory is not None else ():
         if not path.is_file():
             continue
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            return {key: content.get(key) for key in SPECIAL}
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
+        content = _content(path)
+        return {key: content.get(key) for key in SPECIAL}
     return dict.fromkeys(SPECIAL) | {"eos_token_id": ends}
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        HexadError: it holds none.
+    """
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise HexadError(f"{path}: cannot be read: found a {type(content).__name__}, expected an object")
+    return content
 
 
 def other_settings(directory: Path | None, model_type: str) -> dict[str, Any]:
@@ -125,7 +138,7 @@ def other_settings(directory: Path | None, model_type: str) -> dict[str, Any]:
     path = directory / CONFIG_FILE if directory is not None else None
     if path is None or not path.is_file():
         return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = _content(path)
     formats = ("dtype", "torch_dtype", "quantization_config")
     derived = ("layer_types", "original_max_position_embeddings")
     dropped = (*SPECIAL, *formats, *derived, "_name_or_path", "transformers_version")

@@ -6,7 +6,6 @@ does the import, one slice after the other.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hexad.config import HexadError, one_line
+from hexad.config.files import read_json
 from hexad.config.model import ModelSettings
 from hexad.parallel.rectangle import Rectangle
 
@@ -208,10 +208,10 @@ def _weight_files(directory: Path) -> dict[str, str]:
             )
         raise HexadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} exists{instead}")
     try:
-        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        named = read_json(path)["weight_map"]
         if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):
             raise ValueError("weight_map does not give each tensor a file of the directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HexadError(f"{path}: not an index of tensors: {one_line(error)}") from None
     return dict(named)
 

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names, one_line
-from hexad.config.files import readable
+from hexad.config.files import read_bounded
+from hexad.config.load import LARGEST_YAML
 
 from .keys import Keys, NoEffect, Refused, Section
 
@@ -88,18 +89,19 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise HexadError(f"config: found a {kind}, expected a path or a dictionary of DeepSpeed's keys")
     path = Path(source)
     try:
-        text = readable(path).read_text(encoding="utf-8")
+        text = read_bounded(path, LARGEST_YAML).decode("utf-8")
     except FileNotFoundError:
         raise HexadError(f"{path}: no such DeepSpeed configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
+        tree: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in tree:
                 raise HexadError(f"{path}: key '{key}' is given twice")
-        return dict(pairs)
+            tree[key] = value
+        return tree
 
     try:
         tree = json.loads(text, object_pairs_hook=once)
@@ -121,7 +123,7 @@ def _read_hjson(text: str, hook: Callable[[Any], Any], problem: HexadError) -> A
         raise HexadError(f"{problem}; comments and trailing commas need pip install 'hexad[hjson]'") from None
     try:
         return hjson.loads(text, object_pairs_hook=hook)
-    except hjson.HjsonDecodeError:
+    except (ValueError, RecursionError):  # HjsonDecodeError is one, as is that of a number that is too long
         raise problem from None
 
 
@@ -184,6 +186,8 @@ def set_key(tree: dict[str, Any], assignment: str) -> None:
         tree[last] = json.loads(text)
     except json.JSONDecodeError:
         tree[last] = text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(name, f"not valid JSON: {one_line(error)}") from None
 
 
 def read_config(

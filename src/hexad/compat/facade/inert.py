@@ -9,15 +9,18 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import struct
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from hexad.config import HexadError, one_line
 
@@ -74,17 +77,47 @@ def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None)
     Raises:
         HexadError: it is missing, damaged, or names another class or function.
     """
-    source: Path | io.BytesIO = path if content is None else io.BytesIO(content)
-    with _naming(path):
-        with zipfile.ZipFile(source) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
-        if isinstance(source, io.BytesIO):
-            source.seek(0)
+    with _naming(path), path.open("rb") as file:
+        source: IO[bytes] = file if content is None else io.BytesIO(content)
+        pickled, size = _checked_archive(path, source)
+        _Unpickler(path, pickled, None).load()  # which refuses what would take more memory than it has
+        source.seek(0)
         with warnings.catch_warnings(), _inert_only((*_OF_SCRIPTS, _OF_ENUMS, *classes)):
             warnings.simplefilter("ignore")  # of deprecated storage classes
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
+            value = torch.load(
+                path if content is None else source,
+                map_location="cpu",
+                weights_only=True,
+                mmap=content is None,
+            )
+        _check_value(path, value, len(pickled), size)
+        return value
+
+
+def _checked_archive(path: Path, source: IO[bytes]) -> tuple[bytes, int]:
+    """The pickle in a file of ``torch.save``, and the size of the file: its entries are not compressed, do
+    not overlap, and have their checksums.
+
+    Raises:
+        HexadError: it is another archive.
+    """
+    size = source.seek(0, io.SEEK_END)
+    with zipfile.ZipFile(source) as archive:
+        entries = archive.infolist()
+        stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+        if not stored:
+            raise HexadError(f"{path}: its entries are compressed, not written by torch.save; save it again")
+        if sum(entry.file_size for entry in entries) > size or len({*archive.namelist()}) < len(entries):
+            raise HexadError(f"{path}: damaged: its entries overlap, or two have one name")
+        damaged = archive.testzip()
+        if damaged is not None:
+            raise HexadError(
+                f"{path}: damaged: the checksum of {_visible(damaged)} does not match its content"
+            )
+        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise HexadError(f"{path}: not written by torch.save: found {len(pickles)} entries data.pkl")
+        return archive.read(pickles[0]), size
 
 
 @contextmanager
@@ -116,15 +149,61 @@ def _inert_only(names: Iterable[str]) -> Iterator[None]:
         torch.serialization.add_safe_globals(declared)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Creates only Python's values, formats and shapes of tensors, and :class:`Inert`."""
+_LONGEST_INTEGER = 1024
+"""Bytes of an integer; those of random states have 16."""
+_SHARED, _VALUES = 100, 1_000_000
+"""How many values a file may stand for, where what it refers to several times counts each time: so many, and
+so many for each byte of its pickle."""
+_DEEPEST = 200
+"""Containers in one another; what reads them calls itself."""
 
-    def __init__(self, path: Path, content: bytes, classes: Iterable[str]) -> None:
+
+def _count_tuple(load: Callable[[Any], None], reader: Any) -> None:
+    """Load a tuple, whose hash takes as much time as it has values, nested ones counted each time."""
+    load(reader)
+    value, counts = reader.stack[-1], reader.tuples
+    count = 1 + sum(counts[id(item)][0] if id(item) in counts else 1 for item in value)
+    if count > _VALUES + reader.size:
+        raise pickle.UnpicklingError("tuples in one another")
+    counts[id(value)] = count, value  # which keeps its id from being used again
+
+
+class _Ignored:
+    """A placeholder for an object of any class, container or tensor of a file that is only checked."""
+
+    def __new__(cls, *given: Any) -> _Ignored:
+        return super().__new__(cls)
+
+    def ignore(self, *given: Any) -> None:
+        """Do nothing."""
+
+    __init__ = __setitem__ = __setstate__ = append = extend = ignore
+
+
+class _Unpickler(pickle._Unpickler):
+    """Creates only Python's values, formats and shapes of tensors, and :class:`Inert`; what it creates takes
+    memory in proportion to the file. Python's own reader in C believes what a file says about lengths.
+
+    Args:
+        path: of the file, for messages.
+        content: a pickle.
+        classes: which are read as :class:`Inert`; None: all, and tensors, so that nothing of it can be used.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
+
+    def __init__(self, path: Path, content: bytes, classes: Iterable[str] | None) -> None:
         super().__init__(io.BytesIO(content))
-        self._path, self._classes = path, frozenset(classes)
+        self._path, self.size = path, len(content)
+        self._classes = None if classes is None else frozenset(classes)
+        self.tuples: dict[int, tuple[int, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        if self._classes is None:
+            return self._bytes_of if name == "bytearray" else _Ignored
         if full in self._classes or full == _OF_ENUMS:
             return Inert
         if full == "collections.OrderedDict":
@@ -135,6 +214,46 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         raise HexadError(f"{self._path}: {_refused(full)}")
 
+    def persistent_load(self, pid: Any) -> Any:
+        """A tensor's storage."""
+        if self._classes is None:
+            return _Ignored()
+        raise pickle.UnpicklingError("it refers to objects outside the file")
+
+    def _bytes_of(self, *given: Any) -> Any:
+        """An object of ``bytearray``: of a text or bytes, not of a number of zeros."""
+        if given and isinstance(given[0], int) and given[0] > self.size:
+            raise pickle.UnpicklingError(f"a bytearray of {given[0]:,} bytes, more than the file has")
+        return _Ignored()
+
+    def _read_length(self, form: str) -> int:
+        (length,) = struct.unpack(form, self.read(struct.calcsize(form)))
+        if not 0 <= length <= self.size:
+            raise pickle.UnpicklingError(f"a value of {length:,} bytes, more than the file has")
+        return int(length)
+
+    def _load_bytearray(self) -> None:
+        self.append(bytearray(self.read(self._read_length("<Q"))))
+
+    def _load_long(self) -> None:
+        length = self._read_length("<i")
+        if length > _LONGEST_INTEGER:
+            raise pickle.UnpicklingError(f"an integer of {length:,} bytes")
+        self.append(pickle.decode_long(self.read(length)))
+
+    def _load_bytes(self) -> None:
+        self.append(self.read(self._read_length("<Q")))
+
+    def _load_text(self) -> None:
+        self.append(str(self.read(self._read_length("<Q")), "utf-8", "surrogatepass"))
+
+    dispatch[pickle.BYTEARRAY8[0]] = _load_bytearray
+    dispatch[pickle.LONG4[0]] = _load_long
+    dispatch[pickle.BINBYTES8[0]] = _load_bytes
+    dispatch[pickle.BINUNICODE8[0]] = _load_text
+    for _code in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
+        dispatch[_code[0]] = partial(_count_tuple, dispatch[_code[0]])
+
 
 def unpickle_inert(path: Path, classes: Iterable[str]) -> Any:
     """The content of a plain pickle, objects of ``classes`` as :class:`Inert`.
@@ -143,19 +262,79 @@ def unpickle_inert(path: Path, classes: Iterable[str]) -> Any:
         HexadError: as for :func:`load_inert`.
     """
     with _naming(path):
-        return _Unpickler(path, path.read_bytes(), classes).load()
+        content = path.read_bytes()
+        value = _Unpickler(path, content, classes).load()
+        _check_value(path, value, len(content), len(content))
+        return value
+
+
+def _check_value(path: Path, value: Any, pickled: int, size: int) -> None:
+    """Refuse containers that are nested too deeply, or in which few stand for many, and tensors of more
+    values than are in the file; and keep methods of dictionaries from being replaced.
+
+    Args:
+        value: the content of the file.
+        pickled: bytes of its pickle.
+        size: bytes of the file.
+    """
+    most = _VALUES + _SHARED * pickled
+    counts: dict[int, int] = {}
+    above: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(value, False)]
+    while waiting:
+        item, counted = waiting.pop()
+        if isinstance(item, Tensor):
+            _check_tensor(path, item, size)
+        if isinstance(item, OrderedDict):
+            vars(item).clear()
+        inner = _inner(item)
+        if counted:
+            above.discard(id(item))
+            counts[id(item)] = 1 + sum(counts.get(id(part), 1) for part in inner)
+            if counts[id(item)] > most:
+                raise HexadError(f"{path}: its containers stand for more than {most:,} values")
+        elif inner and id(item) not in counts:
+            if id(item) in above or len(above) > _DEEPEST:
+                raise HexadError(f"{path}: containers in one another, more than {_DEEPEST}, or in themselves")
+            above.add(id(item))
+            waiting.append((item, True))
+            waiting += [(part, False) for part in inner]
+
+
+def _inner(item: Any) -> list[Any]:
+    """What is in a container."""
+    if isinstance(item, Mapping):
+        return [part for pair in dict.items(item) for part in pair] if isinstance(item, dict) else []
+    if isinstance(item, Inert):
+        return [item.given, item.state]
+    return list(item) if isinstance(item, list | tuple | set | frozenset) else []
+
+
+def _check_tensor(path: Path, tensor: Tensor, size: int) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise HexadError(f"{path}: found a tensor that is sparse, quantized or without values; save it dense")
+    if tensor.numel() * tensor.element_size() > size:
+        raise HexadError(
+            f"{path}: found a tensor of {tuple(tensor.shape)}, larger than the file, which has {size:,} bytes"
+        )
 
 
 def _reason(error: Exception) -> str:
     """Why a file is refused, in one line."""
-    text = one_line(error)
+    text = " ".join(str(error).split())  # of many lines
     named = re.search(r"(?:[Uu]nsupported (?:global: )?GLOBAL|but got|function) (\S+)", text)
     if named and isinstance(error, pickle.UnpicklingError):
         return _refused(named[1])
-    return f"cannot be read: {text.split('. ')[0]}"
+    return f"cannot be read: {one_line(error).split('. ')[0]}"
+
+
+def _visible(name: str) -> str:
+    """A name from a file, in one line."""
+    return name.encode("unicode_escape").decode()
 
 
 def _refused(name: str) -> str:
     return (
-        f"found {name} in its pickle, which is not loaded, as it could run code; save it without that object"
+        f"found {_visible(name)} in its pickle, which is not loaded, as it could run code; save it without "
+        "that object"
     )

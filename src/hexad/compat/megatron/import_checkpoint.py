@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.config import Config, HexadError
+from hexad.config.errors import shortened
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
 from hexad.model.inventory import ModelInventory
@@ -96,8 +97,9 @@ class TorchDistCheckpoint:
         path = self.directory / METADATA
         try:
             self.tensors = _described_tensors(unpickle_inert(path, _METADATA_CLASSES))
-        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            raise HexadError(f"{path}: not of a distributed checkpoint ({error!r})") from None
+        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+            problem = shortened(repr(error))
+            raise HexadError(f"{path}: not of a distributed checkpoint ({problem})") from None
         self._check()
 
     def read(self, tensor: DistTensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
@@ -127,6 +129,7 @@ class TorchDistCheckpoint:
     def _check(self) -> None:
         """Check that every tensor is covered and no file is truncated."""
         ends: dict[str, int] = defaultdict(int)
+        lengths: dict[str, int] = defaultdict(int)
         for tensor in self.tensors.values():
             count = sum(piece.rectangle.numel for piece in tensor.pieces)
             wanted = math.prod(tensor.shape)
@@ -134,13 +137,21 @@ class TorchDistCheckpoint:
                 path = self.directory / METADATA
                 raise HexadError(f"{path}: {tensor.key} has {count} values, expected {wanted}")
             for piece in tensor.pieces:
+                bytes_needed = piece.rectangle.numel * tensor.dtype.itemsize
+                if min(piece.offset, piece.rectangle.numel) < 0 or bytes_needed > piece.length:
+                    raise HexadError(
+                        f"{self.directory / METADATA}: {tensor.key}: {piece.length} bytes hold a piece of "
+                        f"{piece.rectangle.sizes}, which has {bytes_needed}"
+                    )
+                lengths[piece.file] += piece.length
                 ends[piece.file] = max(ends[piece.file], piece.offset + piece.length)
         for name, end in ends.items():
             path = self.directory / name
             if Path(name).name != name or not path.is_file():
                 raise HexadError(f"{path}: missing")
-            if path.stat().st_size < end:
-                raise HexadError(f"{path}: truncated: {path.stat().st_size} bytes of {end}")
+            if path.stat().st_size < max(end, lengths[name]):
+                needed = max(end, lengths[name])
+                raise HexadError(f"{path}: truncated: {path.stat().st_size} bytes of {needed}")
 
 
 def _within(part: Rectangle, whole: Rectangle) -> tuple[slice, ...]:

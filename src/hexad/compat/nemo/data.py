@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 from hexad.dataset.build.builder import build
 from hexad.dataset.files import written_once
 from hexad.dataset.sidecar import idx_path
@@ -317,9 +317,13 @@ class ChatDataModule(FineTuningDataModule):
 
 def _lines(source: Path) -> Iterable[dict[str, Any]]:
     with source.open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
                 yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise HexadError(f"{source}:{number}: not valid JSON: {one_line(error)}") from None
 
 
 def _words(paths: Any) -> list[str]:

@@ -18,6 +18,13 @@ from hexad.config.errors import HexadError, one_line
 
 ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 _WINDOW_LOG = 31  # of the largest window that zstd --long makes
+_DICTIONARY = 1 << 30
+"""Bytes that a decoder of .xz may take; those of ``xz -9`` take 65 MB. A file may claim 4 GB."""
+LARGEST_RECORD = 128 << 20
+"""Bytes of a line, or a text, in a compressed file, unless the file is so large that :data:`LARGEST_RATIO` of
+its bytes are more: a few kilobytes may decompress to gigabytes."""
+LARGEST_RATIO = 100
+"""Texts are seldom compressed to less than a twentieth."""
 
 
 def compression(path: Path) -> str | None:
@@ -43,9 +50,36 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             damaged |= isinstance(error, OSError) and error.errno is None  # gzip's and bz2's
             if not damaged and type(error).__name__ != "ZstdError":
                 raise
+            if str(error).startswith("Memory usage limit"):
+                raise HexadError(
+                    f"{path}: its dictionary takes more than {_DICTIONARY:,} bytes; compress it with xz -9"
+                ) from None
             raise HexadError(
                 f"{path}: damaged or not a {path.suffix} file: {one_line(error)}; copy or compress it again"
             ) from None
+
+
+def bounded(path: Path, read: Callable[[int], bytes]) -> bytes:
+    """A line, or all that is left, of a stream of :func:`opened`.
+
+    Args:
+        path: of the file.
+        read: such as the stream's ``readline``.
+
+    Raises:
+        HexadError: of a compressed file, it is too large for its size.
+    """
+    if compression(path) is None:
+        return read(-1)
+    most = max(LARGEST_RECORD, LARGEST_RATIO * path.stat().st_size)
+    content = read(most + 1)
+    if len(content) > most:
+        size = path.stat().st_size
+        raise HexadError(
+            f"{path}: found a line or text of more than {most:,} bytes in a file of {size:,}; if "
+            "these are data, decompress it"
+        )
+    return content
 
 
 def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> BinaryIO:
@@ -59,7 +93,8 @@ def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> BinaryIO:
         return cast(BinaryIO, io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor)))
     if kind == ".xz":
         return cast(
-            BinaryIO, io.BufferedReader(_Streams(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), 4))
+            BinaryIO,
+            io.BufferedReader(_Streams(raw, partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, _DICTIONARY), 4)),
         )
     try:
         zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from hexad.config.errors import HexadError, one_line
 
 from ..files import reporting
-from .compressed import compression, opened
+from .compressed import bounded, compression, opened
 from .inputs import Found
 
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
@@ -19,6 +19,11 @@ _JSONL_PIECE = 4 << 20
 """Bytes of a .jsonl file that one process reads at a time."""
 _LINES = (".jsonl", ".ndjson")
 """Endings of files with a JSON object per line."""
+_LONGEST_LINE = 1 << 30
+"""Bytes of a line of a .jsonl file, which takes several times as much memory as an object."""
+_BATCH, _BATCH_BYTES = 16, 2 << 30
+"""Rows of a .parquet that are read at a time, fewer where a row may have more than these bytes by the sizes
+of its columns: one value of a column's dictionary may be that of all rows."""
 _LARGEST_ARRAY = 256 << 20
 """Bytes of a .json file, which is parsed at once and takes several times as much memory."""
 _HEAD = 8192
@@ -137,7 +142,7 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
         done = 0
         with reporting(piece.path), opened(piece.path) as (stream, raw):
             while block := stream.read(_JSONL_PIECE):
-                block += stream.readline()
+                block += bounded(piece.path, stream.readline)
                 position = min(raw.tell(), piece.size)
                 yield Piece(piece.path, "jsonl", line, line, position - done, piece.named, block)
                 line, done = line + block.count(b"\n"), position
@@ -169,7 +174,7 @@ def _read_text(piece: Piece) -> str:
             if not piece.named:
                 raise NotText("binary")
             raise HexadError(f"{piece.path}: binary, byte {raw.index(0)} is NUL; expected text")
-        raw += stream.read()
+        raw += bounded(piece.path, stream.read)
     if not piece.named and not raw:
         raise NotText("empty")
     try:
@@ -193,18 +198,25 @@ def _read_jsonl(piece: Piece) -> Iterator[Record]:
         if piece.start:
             # A line belongs to the piece it begins in.
             stream.seek(piece.start - 1)
-            stream.readline()
+            while (skipped := stream.readline(_JSONL_PIECE)) and not skipped.endswith(b"\n"):
+                if stream.tell() >= piece.stop:  # no line begins in the piece
+                    return
         while (offset := stream.tell()) < piece.stop:
-            line = stream.readline()
+            line = stream.readline(_LONGEST_LINE + 1)
+            place = Place(piece.path, "offset", offset)
+            if len(line) > _LONGEST_LINE:
+                raise HexadError(
+                    f"{place}: a line of more than {_LONGEST_LINE:,} bytes; write a record per line"
+                )
             if line.strip():
-                place = Place(piece.path, "offset", offset)
                 yield Record(_as_object(_json(line, place), place), place)
 
 
 def _read_array(piece: Piece) -> Iterator[Record]:
     """The objects of a .json file: an array of them."""
     with opened(piece.path) as (stream, _):
-        content = stream.read(_LARGEST_ARRAY + 1)
+        most = _LARGEST_ARRAY + 1
+        content = bounded(piece.path, lambda count: stream.read(most if count < 0 else min(count, most)))
     if len(content) > _LARGEST_ARRAY:
         raise HexadError(
             f"{piece.path}: larger than {_LARGEST_ARRAY >> 20} MiB, and a .json file is parsed at once; "
@@ -252,7 +264,7 @@ def _json(content: bytes, place: Place, hint: str = "") -> Any:
     except UnicodeDecodeError as error:
         problem = f"byte 0x{content[error.start]:02x} is not UTF-8 text"
     except (ValueError, RecursionError) as error:
-        problem = f"not valid JSON: {error}{hint}"
+        problem = f"not valid JSON: {one_line(error)}{hint}"
     raise HexadError(f"{place}: {problem}")
 
 
@@ -290,7 +302,10 @@ def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Recor
     if columns is not None:
         chosen += [name for name in _BESIDE if name in names and name not in chosen]
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-    for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=chosen):
+    groups = list(range(piece.start, piece.stop))
+    size = max((file.metadata.row_group(group).total_byte_size for group in groups), default=0)
+    rows = max(1, min(_BATCH, _BATCH_BYTES // max(size, 1)))
+    for batch in file.iter_batches(rows, row_groups=groups, columns=chosen):
         present = _present((field.name, field.type) for field in batch.schema)
         for values in batch.to_pylist():
             row += 1

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config.errors import HexadError, one_line
-from hexad.config.files import readable
+from hexad.config.files import read_bounded, read_json
 
 from ..files import reporting
+from .hostile_tokenizer import LARGEST_FILE
 from .special_tokens import declared_tokens, token_text, tokenizer_settings
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -22,6 +23,8 @@ _DEFAULT, _TOOLS = "default", "tool_use"
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
+LARGEST_TEMPLATE = 256 << 10
+"""Characters of a template's source; published ones have at most some 30,000."""
 _QUESTION: tuple[Message, ...] = ({"role": "user", "content": "-"},)
 
 
@@ -69,6 +72,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             problem = " ".join((error.message or "").split())
             raise HexadError(f"{self.name}:{error.lineno}: not a chat template: {problem}") from None
+        except Exception as error:  # nested too deeply, a number with too many digits, too large
+            raise HexadError(f"{self.name}: not a chat template: {one_line(error)}") from None
 
     def render(
         self,
@@ -221,9 +226,12 @@ def _compiled(source: str) -> Any:
     """The template compiled in the environment of ``transformers`` (``utils/chat_template_utils.py`` of
     5.23): globals, filters and handling of blocks are part of the format."""
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from .chat_extension import Generation
+    from .chat_sandbox import BoundedSandbox, TemplateLimit
+
+    if len(source) > LARGEST_TEMPLATE:
+        raise TemplateLimit(f"found {len(source):,} characters, expected at most {LARGEST_TEMPLATE:,}")
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -240,10 +248,12 @@ def _compiled(source: str) -> Any:
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    environment = BoundedSandbox(
+        {"tojson": tojson},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)
@@ -303,17 +313,21 @@ def _special(directory: Path) -> list[str]:
     """The texts of a tokenizer's special tokens."""
     declared = [token.content for token in declared_tokens(directory) if token.flags.get("special")]
     try:
-        tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+        tree = read_json(directory / "tokenizer.json", LARGEST_FILE)
         entries = tree.get("added_tokens") or []
     except (OSError, ValueError, AttributeError):
         entries = []  # loading the tokenizer reports that
-    listed = (entry for entry in entries if isinstance(entry, dict) and entry.get("special"))
-    return [*declared, *(entry["content"] for entry in listed)]
+    listed = (
+        (entry for entry in entries if isinstance(entry, dict) and entry.get("special"))
+        if isinstance(entries, list)
+        else ()
+    )
+    return [*declared, *(str(entry.get("content")) for entry in listed)]
 
 
 def _read(path: Path) -> str:
     try:
         with reporting(path):
-            return readable(path).read_text(encoding="utf-8")
+            return read_bounded(path, 4 * LARGEST_TEMPLATE).decode("utf-8")
     except UnicodeDecodeError:
         raise HexadError(f"{path}: not UTF-8 text; expected a chat template in Jinja2's language") from None

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hexad.config.errors import HexadError, one_line
+from hexad.config.files import read_json
 
 _CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 TOKEN_FILES = (_CONFIG, _MAP, _ADDED)
@@ -115,9 +115,9 @@ def _added_flags(special: bool) -> dict[str, bool]:
 def _read(path: Path) -> dict[str, Any]:
     """The entries of a JSON object that are not null; none where there is no file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         return {key: value for key, value in content.items() if value is not None}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise HexadError(f"{path}: not readable as JSON: {one_line(error)}") from None

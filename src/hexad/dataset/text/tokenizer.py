@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError, one_line
+from hexad.config.files import read_bounded
 
+from .hostile_tokenizer import LARGEST_FILE, LARGEST_ID, check_content, check_ids, check_loaded, failures
 from .special_tokens import declared_tokens, token_text, tokenizer_settings
 
 Ids = NDArray[np.int32]
@@ -136,19 +138,23 @@ class HuggingFaceTokenizer(Tokenizer):
     kind = "Hugging Face"
 
     def __init__(self, file: Path, name: str) -> None:
+        self.name = name
+        with failures(lambda: f"{file}: not a Hugging Face tokenizer.json", quiet=True):
+            self._load(file)
+
+    def _load(self, file: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        try:
-            self.backend = Backend.from_file(str(file))
-        except Exception as error:  # the package raises bare Exception
-            raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {one_line(error)}") from None
+        content = read_bounded(file, LARGEST_FILE)
+        check_content(file, content)
+        self.backend = Backend.from_str(content.decode())
+        del content
         # Files saved after use may contain limits that would truncate documents.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.name = name
         self._add_declared(file)
         # The largest id, not the count: vocabularies may have gaps.
-        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(check_loaded(file, self.backend).values(), default=-1) + 1
         named = _declared(file.parent, "eos_token")
         ids = (self.backend.token_to_id(end) for end in ([named] if named else END_NAMES))
         self.eod: int | None = next((i for i in ids if i is not None), None)
@@ -178,22 +184,30 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         # Not encode(), during which no other thread runs.
-        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
+        with failures(self._encoding):
+            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with failures(self._encoding):
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
-        return list(map(_of_encoding, self.backend.encode_batch(list(texts), add_special_tokens=False)))
+        with failures(self._encoding):
+            return list(map(_of_encoding, self.backend.encode_batch(list(texts), add_special_tokens=False)))
 
     def _offsets(self, text: str) -> Offsets:
-        return _of_encoding(self.backend.encode(text, add_special_tokens=False))
+        return self.encode_offsets([text])[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
+        known = [int(i) for i in ids if 0 <= int(i) <= LARGEST_ID]
+        with failures(lambda: f"tokenizer {self.name}: cannot decode tokens"):
+            return str(self.backend.decode(known, skip_special_tokens=True))
+
+    def _encoding(self) -> str:
+        return f"tokenizer {self.name}: cannot encode this text"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -277,13 +291,17 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, file: Path, name: str) -> None:
         tiktoken = _extra("tiktoken", f"{file} is a tiktoken rank file")
         ranks = _read_ranks(file)
+        check_ids(file, ranks)
+        if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+            raise HexadError(f"{file}: not a tiktoken file: it has no rank for the byte 0x{missing[0]:02x}")
         first = max(ranks.values()) + 1
         reserved = (f"<|reserved_special_token_{number}|>" for number in count())
         names = (_LLAMA3_NAMED.get(number) or next(reserved) for number in range(_LLAMA3_SPECIALS))
         specials = dict(zip(names, count(first)))
-        self.backend: Any = tiktoken.Encoding(
-            file.stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
-        )
+        with failures(lambda: f"{file}: not a tiktoken file", quiet=True):
+            self.backend: Any = tiktoken.Encoding(
+                file.stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
+            )
         self.name = name
         self._first_special = first
         self.begin = specials[_declared(file.parent, "bos_token") or "<|begin_of_text|>"]
@@ -295,7 +313,8 @@ class TiktokenTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         cuts = [cut for run in _LONG_RUN.finditer(text) for cut in range(run.start() + _RUN, run.end(), _RUN)]
         bounds = pairwise((0, *cuts, len(text)))
-        return [token for begin, end in bounds for token in self.backend.encode_ordinary(text[begin:end])]
+        with failures(lambda: f"tokenizer {self.name}: cannot encode this text"):
+            return [token for begin, end in bounds for token in self.backend.encode_ordinary(text[begin:end])]
 
     def _offsets(self, text: str) -> Offsets:
         ids, character = self.encode(text), _characters(text)
@@ -409,10 +428,13 @@ def _has_ranks(path: Path) -> bool:
 
 def _read_ranks(file: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bounded(file, LARGEST_FILE).splitlines(), 1):
         try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+            token, digits = line.split()
+            rank = int(digits)
+            if rank < 0:
+                raise ValueError
+            ranks[base64.b64decode(token, validate=True)] = rank
         except (ValueError, binascii.Error):
             if line.strip():
                 raise HexadError(f"{file}:{number}: expected a base64 token and its rank") from None

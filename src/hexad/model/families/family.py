@@ -12,6 +12,9 @@ from typing import Any, Literal
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings, RopeScaling
 
+_LARGEST = 1e300
+"""Integers in JSON may be too large for a float."""
+
 
 class ConfigFile:
     """A ``config.json`` with what missing keys mean in its family; messages name its path."""
@@ -37,13 +40,14 @@ class ConfigFile:
     def number(self, key: str) -> float:
         """Any number from 0; null is 0."""
         value = self.raw.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))) or (value or 0) < 0:
+        kinds = int, float, type(None)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= (value or 0) < _LARGEST:
             raise self.problem(key, "expected a number from 0")
         return float(value or 0)
 
     def above_zero(self, key: str, value: Any) -> float:
         """A value that stands at ``key``: any number above 0."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST:
             raise self.problem(key, "expected a number above 0", value)
         return value
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hexad.config import HexadError, one_line
-from hexad.config.files import readable
+from hexad.config.files import read_json
 
 KINDS = ("F", "B", "W", "BW")
 
@@ -184,10 +184,10 @@ def read_schedule(path: str | Path) -> Schedule:
         ScheduleError: the file cannot be read, or what it holds is not a schedule.
     """
     try:
-        return _from_tree(json.loads(readable(path).read_text(encoding="utf-8")), Path(path).stem)
+        return _from_tree(read_json(path), Path(path).stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ScheduleError(f"{path}: cannot be read as a schedule: {one_line(error)}") from None
 
 

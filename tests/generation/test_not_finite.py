@@ -15,7 +15,7 @@ import hexad
 from hexad.config import HexadError, json_text
 from hexad.engine.evaluation import Score
 from hexad.generation.generator import Generator
-from hexad.generation.server.app import make_app
+from hexad.generation.server.app import Access, make_app
 from hexad.generation.server.metrics import Metrics
 from hexad.generation.server.service import Service
 
@@ -92,9 +92,9 @@ def answers(broken: Path) -> Iterator[Any]:
 
         async def asked(bodies: list[dict[str, Any]]) -> list[httpx.Response]:
             service = Service(generator, Metrics(), 8)
-            transport = httpx.ASGITransport(make_app(service, "m", positions=16))
+            transport = httpx.ASGITransport(make_app(service, "m", positions=16, access=Access()))
             service.start()
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 posts = (client.post("/v1/completions", json={"model": "m", **body}) for body in bodies)
                 responses = await asyncio.gather(*posts)
             service.stop()

@@ -196,6 +196,7 @@ def served(
         protocol = type("Bounded", (Connection,), {"limits": limits})
         config = uvicorn.Config(
             application or answering,
+            port=0,
             http=protocol,
             ws="none",
             lifespan="off",
@@ -282,8 +283,9 @@ def test_clients_that_do_not_read_are_disconnected(caplog: pytest.LogCaptureFixt
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await asyncio.wait_for(closed.wait(), 60)
-        while limits.open:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while limits.open:
+                await asyncio.sleep(0.01)
         writer.close()
 
     limits = Limits(8, 60.0)

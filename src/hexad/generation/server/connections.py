@@ -76,7 +76,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.logger = _QuietLogger(self.limits)  # type: ignore[assignment]
+        self.logger = _QuietLogger(self)  # type: ignore[assignment]
         self._timer: asyncio.TimerHandle | None = None
         self._part = ""
 
@@ -91,7 +91,9 @@ class Connection(H11Protocol):
             oldest = next(iter(limits.waiting), self)
             if oldest is self:
                 transport.write(_BUSY)
-            oldest.abort()
+                transport.close()
+            else:
+                oldest.abort()
         if not transport.is_closing():
             self._watch()
 
@@ -109,9 +111,9 @@ class Connection(H11Protocol):
         self._watch()
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection at once, whatever the client has not read."""
         self._end()
-        self.transport.close()
+        self.transport.abort()
 
     def _watch(self) -> None:
         """Give the client time for the part of a request that comes next."""
@@ -156,9 +158,9 @@ _BUSY = (
 class _QuietLogger(logging.LoggerAdapter[logging.Logger]):
     """What uvicorn says about a connection, at most once a minute."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, connection: Connection) -> None:
         super().__init__(logging.getLogger("uvicorn.error"))
-        self._limits = limits
+        self._connection, self._limits = connection, connection.limits
         self.level = logging.INFO
 
     def warning(self, msg: object, *arguments: Any, **_: Any) -> None:
@@ -167,5 +169,6 @@ class _QuietLogger(logging.LoggerAdapter[logging.Logger]):
     def error(self, msg: object, *arguments: Any, exc_info: Any = None, **_: Any) -> None:
         if isinstance(exc_info, ClientTooSlow):
             self._limits.say("clients have not accepted their answers in time (inference.client_timeout)")
+            self._connection.abort()
         elif not isinstance(exc_info, asyncio.CancelledError):  # the server ends
             super().error(msg, *arguments, exc_info=exc_info)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .config import checked, read_json
+from .config import checked, known, read_json
 from .keys import ActivationCheckpointing
 
 _settings: ActivationCheckpointing | None = None
@@ -34,7 +34,8 @@ def configure(
     keys = tree.get("activation_checkpointing") or {}
     if checkpoint_in_cpu is not None:
         keys = {**keys, "cpu_checkpointing": checkpoint_in_cpu}
-    _settings = checked(keys, ActivationCheckpointing, "activation_checkpointing.")
+    prefix = "activation_checkpointing."
+    _settings = checked(known(keys, ActivationCheckpointing, prefix), ActivationCheckpointing, prefix)
 
 
 def is_configured() -> bool:

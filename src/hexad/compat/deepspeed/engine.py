@@ -22,7 +22,7 @@ from hexad.model.transformer import DTYPES
 from ..facade import world
 from ..facade.accumulation import Accumulation
 from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, refused, trained
-from .config import Batch, CheckedConfig, without_effect
+from .config import Batch, CheckedConfig, unknown_keys, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .engine_checkpoints import EngineCheckpoints
 from .groups import PipelineGrid
@@ -151,6 +151,9 @@ class DeepSpeedEngine(EngineCheckpoints):
         unused = without_effect(keys)
         if unused:
             log.warning("accepted without effect: %s", "; ".join(unused))
+        unknown = unknown_keys(self._config.tree)
+        if unknown:
+            log.warning("unknown keys without effect: %s", ", ".join(unknown))
 
     def deepspeed_io(
         self,

@@ -159,7 +159,7 @@ class Zero(Section):
     contiguous_gradients: Annotated[bool, ALWAYS] = True
     reduce_scatter: Annotated[bool, ALWAYS] = True
     allgather_partitions: Annotated[bool, ALWAYS] = True
-    reduce_bucket_size: Annotated[int, Field(gt=0), OWN] = 500_000_000
+    reduce_bucket_size: Annotated[At0, OWN] = 500_000_000
     allgather_bucket_size: Annotated[At0, OWN] = 500_000_000
     sub_group_size: Annotated[At0, OWN] = 1_000_000_000
     prefetch_bucket_size: Annotated[At0, Field(alias="stage3_prefetch_bucket_size"), OWN] = 50_000_000

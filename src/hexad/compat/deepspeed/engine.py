@@ -21,7 +21,7 @@ from hexad.model.transformer import DTYPES
 
 from ..facade import world
 from ..facade.accumulation import Accumulation
-from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, refused, trained
+from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, trained
 from .config import Batch, CheckedConfig, unknown_keys, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .engine_checkpoints import EngineCheckpoints
@@ -494,9 +494,18 @@ class DeepSpeedEngine(EngineCheckpoints):
         for group in self._groups():
             group["lr"] = lr
 
-    offload_states = reload_states = refused(
-        "offload_states", "state stays where it is; use zero_optimization.offload_optimizer"
-    )
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """No effect on a CPU: the state is in the host's memory.
+
+        Raises:
+            HexadError: on a GPU, where it stays.
+        """
+        if self.device.type != "cpu":
+            raise HexadError(
+                "offload_states: state stays where it is; use zero_optimization.offload_optimizer"
+            )
+
+    reload_states = offload_states
 
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it, and complete values after use."""

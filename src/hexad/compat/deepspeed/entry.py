@@ -23,6 +23,8 @@ from .keys import Keys
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
 
+DeepSpeedConfigError = ConfigError
+
 log = logging.getLogger("hexad")
 
 # Constants of ``constants``, ``launcher.runner`` and ``runtime.config``

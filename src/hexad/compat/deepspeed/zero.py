@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ from hexad.parallel.data.buckets import Bucket
 from hexad.parallel.sharding import Guarded
 
 from .config import read_json
+from .keys import Zero
 
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> weak references to its engine and its bucket."""
@@ -136,6 +137,21 @@ OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", "none cpu nvme")
 OffloadStateTypeEnum = StrEnum(
     "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
 )
+
+
+DeepSpeedZeroConfig = Zero
+
+
+class ZeroStageEnum(IntEnum):
+    """The levels of ``zero_optimization.stage``."""
+
+    disabled, optimizer_states, gradients, weights = 0, 1, 2, 3
+    max_stage = 3
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a parameter is one of a module at ZeRO 3."""
+    return isinstance(parameter, Partitioned)
 
 
 _numbers = count()

@@ -174,6 +174,18 @@ def test_what_the_package_ignores_is_named_and_has_no_effect(caplog: pytest.LogC
     assert line == f"unknown keys without effect: {', '.join(hinted)}"
 
 
+@pytest.mark.parametrize(
+    ("fp16", "dtype"),
+    [
+        ({"enabled": True, "fp16": True, "type": "bfloat16", "loss_scale": 0}, "bf16"),
+        ({"enabled": False, "type": "bfloat16"}, "fp32"),
+        ({"enabled": True, "type": "fp16"}, "fp16"),
+    ],
+)
+def test_the_format_in_files_of_gpt_neox(fp16: dict[str, Any], dtype: str) -> None:
+    assert read_config({"train_batch_size": 4, "fp16": fp16}, 1).dtype == dtype
+
+
 def _sections(section: type[Section] = Keys, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """(path, key) of every key in the file."""
     for name, info in section.model_fields.items():

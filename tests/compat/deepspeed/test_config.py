@@ -149,6 +149,7 @@ IGNORED = {
     "stage": 2,
     "offload_optimizer": {"device": "nvme"},
     "num-layers": [1, 2],
+    "gradient_accumulation_dtype": "fp32",
     "fp16_old": {"enabled": True},
 }
 """Keys at the top level that the package ignores."""

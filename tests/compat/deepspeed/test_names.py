@@ -69,6 +69,15 @@ assert (OPTIMIZER_STATE_DICT, ZERO_STAGE) == ("optimizer_state_dict", "zero_stag
 assert not deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] and not isinstance(model, CPUAdamBuilder)
 assert required_torch_version(min_version=2.0) and not required_torch_version(max_version=1.9)
 assert dist.get_local_rank() == 0 and dist.has_all_gather_into_tensor() and deepspeed.version == "0.19.8"
+from deepspeed.inference.v2.engine_factory import HuggingFaceCheckpointEngine
+from deepspeed.runtime.zero.stage3 import ZeroParamStatus
+assert HuggingFaceCheckpointEngine.why and ZeroParamStatus.AVAILABLE
+try:
+    from deepspeed.runtime.zero.stage3 import no_such_name
+except ImportError:
+    pass
+else:
+    raise AssertionError("found")
 implemented, refused = [], 0
 for name in [*MODULES, *CONSTANTS, *UNSUPPORTED]:
     module, _, attribute = f"deepspeed.{name}".rpartition(".")
@@ -206,6 +215,46 @@ def test_local_values_are_a_ranks_part_of_the_complete_ones(stage: int, pool: Po
     gradient = torch.cat([one[0], two[0]])
     assert length + other == 9 and torch.equal(one[1].flatten(), gradient * 2)
     assert (one[2] == 2).all() and one[3].flatten().tolist() == [1.0] * length + [2.0] * other
+
+
+def _generated(stage: int) -> tuple[Any, ...]:
+    """What libraries do to generate in training: gather all, remove hooks, run the module, register them."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, **keys})[0]
+    x, results = torch.linspace(-1, 1, 6).view(2, 3), []
+    for _ in range(3):
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+            offload = getattr(engine.optimizer, "parameter_offload", None)
+            if offload is not None:
+                parameters = dict(offload.module.named_parameters()) | dict(
+                    offload.module.ds_external_parameters()
+                )
+                for parameter in parameters.values():
+                    parameter.ds_active_sub_modules.clear()
+                for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                    hook.remove()
+                offload.forward_hooks, offload.backward_hooks = [], []
+            with torch.no_grad():
+                weights = [parameter.clone() for parameter in model.parameters()]
+                results += [engine.module(x).sum().item(), model[0](x).sum().item()]
+                assert all(
+                    torch.equal(one, two) for one, two in zip(weights, model.parameters(), strict=True)
+                )
+            if offload is not None:
+                offload._register_deepspeed_module(offload.module)
+        loss = engine(x).square().sum()
+        engine.backward(loss)
+        engine.step()
+        results.append(loss.item())
+    return results, offload is not None, [parameter.numel() for parameter in model.parameters()]
+
+
+def test_modules_generate_between_steps(pool: Pool) -> None:
+    plain, sharded = pool.run(2, _generated, 0), pool.run(2, _generated, 3)
+    assert [offloads for _, offloads, _ in plain + sharded] == [False, False, True, True]
+    assert sharded[0][0] == pytest.approx(plain[0][0], rel=1e-6) and sharded[0][0] == sharded[1][0]
 
 
 def test_missing_names_are_refused() -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -361,13 +361,19 @@ def _paths(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 def _misspelt(key: str, section: type[Section]) -> str | None:
     """The section's key with nearly the same letters; None for a key that is something else: a comment, one
-    that a leading sign turns off (``_fp16``), one with words added (``fp16_old``), a dotted name."""
+    that a leading sign turns off (``_fp16``), one with words added (``fp16_old``) or with another word, a
+    dotted name."""
     word = key.lower().replace("-", "_")
     if not word[:1].isalnum() or "." in word:
         return None
     keys = {key.replace("-", "_"): key for key in (*key_names(section), *section.older)}
     near = get_close_matches(word, keys, n=1, cutoff=0.88)
-    return keys[near[0]] if near and not set(near[0].split("_")) < set(word.split("_")) else None
+    if not near:
+        return None
+    known, words = near[0].split("_"), word.split("_")
+    pairs = zip(known, words) if len(known) == len(words) else ()
+    other_word = any(SequenceMatcher(None, *pair).ratio() < 0.6 for pair in pairs)
+    return None if other_word or set(known) < set(words) else keys[near[0]]
 
 
 def effective(section: BaseModel) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .groups import PipelineGrid
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
 from .utils import ThroughputTimer
-from .zero import mark_partitioned, read_empty, refuse_external, register
+from .zero import ParameterOffload, mark_partitioned, read_empty, refuse_external, register
 
 log = logging.getLogger("hexad")
 
@@ -108,6 +108,8 @@ class DeepSpeedEngine(EngineCheckpoints):
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
         methods = self._update_alone, self._optimizer_zero_grad
         self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, *methods)
+        if self.optimizer is not None and self.zero_optimization_stage() == 3:
+            self.optimizer.parameter_offload = ParameterOffload(module)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)

@@ -4,6 +4,7 @@ package that they look for, by Python's import and metadata protocols; and the r
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
 from pathlib import Path
@@ -93,7 +94,8 @@ def install(
         unsupported: names below the system that can be imported -> what to do instead of using them; names
             that the package has are left as they are.
         names: names in modules of the system that the package has no module for -> its module with that name.
-        modules: further modules of the system that can be imported.
+        modules: modules of the system that can be imported; each also has the names of the others, which it
+            may import from them.
         constants: names below the system -> their values.
 
     Raises:
@@ -113,12 +115,36 @@ def install(
         parent, _ = _parent(package, system, name)
         last = name.rpartition(".")[2]
         setattr(parent, last, getattr(import_module(f"{package.__name__}.{module}"), last))
-    for name in modules:
-        _parent(package, system, f"{name}.")
+    created = [_parent(package, system, f"{name}.")[0] for name in modules]
     for name, value in (constants or {}).items():
         _complete(package, system, name, value)
     for name, why in unsupported.items():
         _complete(package, system, name, refused_name(f"{system}.{name}", why))
+    collected = _Collected(system, [*unsupported, *(constants or {})])
+    for part in created:
+        if not part.__name__.startswith(package.__name__):
+            part.__getattr__ = partial(collected.find, part.__name__)  # type: ignore[method-assign]
+
+
+class _Collected:
+    """The names of all modules below a system: its modules import some from each other."""
+
+    def __init__(self, system: str, names: Iterable[str]) -> None:
+        self._modules: dict[str, list[str]] = {}
+        for name in names:
+            module, _, last = f"{system}.{name}".rpartition(".")
+            self._modules.setdefault(last, []).append(module)
+
+    def find(self, module: str, name: str) -> Any:
+        """A name that a module may have imported from another one; one that is not refused, if there is any.
+
+        Raises:
+            AttributeError: no module has it.
+        """
+        if name.startswith("_") or name not in self._modules:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        values = [getattr(sys.modules[other], name) for other in self._modules[name]]
+        return next((value for value in values if not isinstance(value, _Refused)), values[0])
 
 
 def _complete(package: ModuleType, system: str, name: str, value: Any) -> None:

@@ -223,6 +223,11 @@ def test_a_key_with_a_letter_too_few_is_misspelt_and_one_that_is_turned_off_is_n
         {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {}}}},
         {"comms_config": {"verbose": False}, "pipe-parallel-size": 1, "model-parallel-size": 1},
         {"cuda_visible_devices": 0},
+        {
+            "memory_breakdown": None,
+            "pipeline": {"partition": None},
+            "zero_optimization": {"overlap_comm": None},
+        },
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
     ],
 )

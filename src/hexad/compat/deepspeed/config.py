@@ -310,7 +310,8 @@ def checked(
 def known(
     tree: Mapping[str, Any], section: type[Section], prefix: str = "", strict: bool = True
 ) -> dict[str, Any]:
-    """The tree without unknown keys, which have no effect, as in DeepSpeed.
+    """The tree without unknown keys, which have no effect, as in DeepSpeed, and without nulls of keys that
+    have none either.
 
     Raises:
         ConfigError: a misspelt key, if ``strict``.
@@ -322,6 +323,8 @@ def known(
             meant = _misspelt(key, section) if strict else None
             if meant is not None:
                 raise ConfigError(prefix + key, f"unknown key (did you mean '{meant}'?)")
+            continue
+        if value is None and _has_no_effect(info):
             continue
         inner = nested(info)
         is_section = inner is not None and isinstance(value, Mapping)

@@ -4,10 +4,11 @@
     git clone https://github.com/deepspeedai/DeepSpeedExamples
     python benchmarks/deepspeed_configs.py trl DeepSpeedExamples --output deepspeed_configs.json
 
-Needs the ``deepspeed`` package and ``hexad[hjson]``. A file counts as a configuration if it is JSON, comments
-and trailing commas allowed, and has a batch size or ``zero_optimization`` at its top level. ``"auto"`` is
-replaced as transformers' Trainer does by default. The package accepts a file if its ``DeepSpeedConfig`` can
-be made of it, for one of the worlds of ``--worlds``; Hexad if an engine around a small module can.
+Needs the ``deepspeed`` package and ``hexad[hjson]``. A file counts as a configuration if it is YAML or JSON,
+comments and trailing commas allowed, and has a batch size or ``zero_optimization`` at its top level.
+``"auto"`` is replaced as transformers' Trainer does by default. The package accepts a file if its
+``DeepSpeedConfig`` can be made of it, for one of the worlds of ``--worlds``; Hexad if an engine around a
+small module can.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from facts import facts
 
 from hexad.compat.deepspeed.config import read_config, read_json, with_autos_filled
@@ -27,21 +29,22 @@ from hexad.compat.deepspeed.engine import DeepSpeedEngine
 from hexad.compat.facade import world
 from hexad.config import HexadError
 
+KINDS = ("json", "jsonc", "yml", "yaml")
 MARKS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization")
 
 
 def configurations(source: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The configuration files below a directory, and their keys."""
-    for path in sorted([*source.rglob("*.json"), *source.rglob("*.jsonc")]):
+    for path in sorted(path for kind in KINDS for path in source.rglob(f"*.{kind}")):
         if path.stat().st_size > 100_000:
             continue
         if not any(f'"{mark}"' in path.read_text(encoding="utf-8", errors="replace") for mark in MARKS):
             continue
         try:
-            tree = read_json(path)
-        except HexadError:
+            tree = yaml.safe_load(path.read_text()) if path.suffix in (".yml", ".yaml") else read_json(path)
+        except (HexadError, yaml.YAMLError):
             tree = {MARKS[0]: None}  # a template; both packages refuse it
-        if any(mark in tree for mark in MARKS):
+        if isinstance(tree, dict) and any(mark in tree for mark in MARKS):
             yield path, tree
 
 

@@ -244,6 +244,8 @@ def _generated(stage: int) -> tuple[Any, ...]:
                 )
             if offload is not None:
                 offload._register_deepspeed_module(offload.module)
+        with deepspeed.zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+            results.append(unwrapped(x).sum().item())
         loss = engine(x).square().sum()
         engine.backward(loss)
         engine.step()

@@ -80,6 +80,13 @@ def GatheredParameters(
             engine.gatherer.release(bucket)
 
 
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """An engine whose parameters are complete while inside, so that it generates without gathering any."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
 @torch.no_grad()
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
     """Take over a rank's changes on all ranks."""

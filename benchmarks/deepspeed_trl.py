@@ -74,10 +74,10 @@ def rows(trainer: str) -> list[dict[str, str]]:
 
     draw = random.Random(5)
 
-    def sentence(length: int) -> str:
-        return " ".join(draw.choice(WORDS) for _ in range(length))
+    def sentence(shortest: int) -> str:
+        return " ".join(draw.choice(WORDS) for _ in range(draw.randint(shortest, shortest + 4)))
 
-    texts = [(sentence(4), sentence(6), sentence(6)) for _ in range(STEPS * BATCH)]
+    texts = [(sentence(3), sentence(4), sentence(4)) for _ in range(STEPS * BATCH)]
     if trainer == "sft":
         return [{"text": f"{prompt} {answer}"} for prompt, answer, _ in texts]
     if trainer in GENERATING:
@@ -92,7 +92,7 @@ def reward_of(completions: Sequence[str], **_: Any) -> list[float]:
     return [sum(map(ord, text)) % 17 / 17 for text in completions]
 
 
-def trained(trainer: str, stage: int | None, work: Path) -> list[dict[str, float]]:
+def trained(trainer: str, stage: int | None, work: Path, accumulation: int) -> list[dict[str, float]]:
     """The log of a training run in this rank."""
     from datasets import Dataset
 
@@ -100,7 +100,8 @@ def trained(trainer: str, stage: int | None, work: Path) -> list[dict[str, float
     world = int(os.environ.get("WORLD_SIZE", "1"))
     common: dict[str, Any] = {
         "output_dir": str(work / "out"),
-        "per_device_train_batch_size": BATCH // world,
+        "per_device_train_batch_size": BATCH // world // accumulation,
+        "gradient_accumulation_steps": accumulation,
         "max_steps": STEPS,
         "logging_steps": 1,
         "learning_rate": 1e-2,
@@ -138,19 +139,21 @@ def trained(trainer: str, stage: int | None, work: Path) -> list[dict[str, float
     return [{name: float(line[name]) for name in kept if name in line} for line in logs]
 
 
-def worker(mode: str, trainer: str, work: Path) -> None:
+def worker(mode: str, trainer: str, work: Path, accumulation: int) -> None:
     """Train in this rank and write the log."""
     package, _, stage = mode.partition(", zero ")
     if package == "hexad":
         from hexad.compat import deepspeed
 
         deepspeed.install()
-    log = trained(trainer, int(stage) if stage else None, work)
+    log = trained(trainer, int(stage) if stage else None, work, accumulation)
     if os.environ.get("RANK", "0") == "0":
         (work / "log.json").write_text(json.dumps(log))
 
 
-def run(mode: str, trainer: str, trl: Path | None, ranks: int) -> list[dict[str, float]] | str:
+def run(
+    mode: str, trainer: str, trl: Path | None, ranks: int, accumulation: int
+) -> list[dict[str, float]] | str:
     """The first rank's log, or the last line of an error."""
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
@@ -158,6 +161,7 @@ def run(mode: str, trainer: str, trl: Path | None, ranks: int) -> list[dict[str,
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = command if ranks > 1 else [sys.executable]
         command += [str(Path(__file__).resolve()), "--worker", mode, "--only", trainer, "--work", directory]
+        command += ["--accumulation", str(accumulation)]
         path = os.pathsep.join([*map(str, filter(None, (trl,))), os.environ.get("PYTHONPATH", "")])
         settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path}
         settings |= {"HF_HUB_OFFLINE": "1"}
@@ -184,12 +188,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument("--only", help="one of the trainers")
     parser.add_argument("--mode", help="one of the modes, beside those that it is compared with")
+    parser.add_argument("--accumulation", type=int, default=1, help="backward passes of a step")
     parser.add_argument("--peer", action="store_true", help="with the deepspeed package too")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker, options.only, options.work)
+        worker(options.worker, options.only, options.work, options.accumulation)
         return
     results = []
     trl = options.trl.resolve() if options.trl else None
@@ -198,7 +203,7 @@ def main() -> None:
         for mode, ranks in (MODES | (PEERS if options.peer else {})).items():
             if options.mode and mode not in (options.mode, "ddp", "one process"):
                 continue
-            logs[mode] = run(mode, trainer, trl, ranks)
+            logs[mode] = run(mode, trainer, trl, ranks, options.accumulation)
             row: dict[str, Any] = {"trainer": trainer, "mode": mode}
             if isinstance(logs[mode], str):
                 row["error"] = logs[mode]

@@ -198,6 +198,7 @@ def main() -> None:
         return
     results = []
     trl = options.trl.resolve() if options.trl else None
+    sys.path[:0] = [str(trl)] if trl else []  # where its version is read
     for trainer in TRAINERS if options.only is None else (options.only,):
         logs: dict[str, Any] = {}
         for mode, ranks in (MODES | (PEERS if options.peer else {})).items():

@@ -155,7 +155,7 @@ def _plain(value: Any) -> bool:
     """Whether a value is a constant: no path, nothing of this machine."""
     if isinstance(value, list | tuple):
         return all(isinstance(item, str | int | float) and _plain(item) for item in value)
-    own = (os.path.expanduser("~"), os.getcwd())
+    own = (os.path.expanduser("~"), os.getcwd(), sys.prefix, sys.base_prefix)
     return isinstance(value, str | int | float | None) and not str(value).startswith(own)
 
 

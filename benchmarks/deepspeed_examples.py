@@ -7,14 +7,12 @@ Needs the ``deepspeed`` package, a checkout of DeepSpeedExamples, and the packag
     python benchmarks/deepspeed_examples.py --source DeepSpeedExamples \\
         --output benchmarks/results/deepspeed_examples.json
 
-Two questions. Which names that its files import, or use as ``deepspeed.X``, exist (:func:`unresolved`)? And
-do scripts run to their end, with which losses? Scripts are not edited. Their arguments make them small; data
+Do scripts run to their end, with which losses? Scripts are not edited. Their arguments make them small; data
 sets, tokenizers and models are made here (:func:`replace_data`); ``torch.cuda.set_device`` and
 ``synchronize`` do nothing, and what :class:`Example` lists is replaced in the text, for both packages alike.
 """
 
 import argparse
-import ast
 import json
 import os
 import random
@@ -22,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -104,58 +101,6 @@ EXAMPLES = {
     ),
     **{f"DeepSpeed-Chat SFT, stage {stage}": _sft(stage) for stage in (2, 3)},
 }
-
-
-# Names
-
-
-def _imported(tree: ast.AST) -> Iterator[str]:
-    """The names below ``deepspeed`` that a file imports or uses, and those of the accelerator."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.split(".")[0] == "deepspeed")
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            if node.module.split(".")[0] == "deepspeed":
-                yield from (f"{node.module}.{a.name}".removesuffix(".*") for a in node.names)
-        elif isinstance(node, ast.Attribute):
-            parts, inner = [node.attr], node.value
-            while isinstance(inner, ast.Attribute):
-                parts, inner = [inner.attr, *parts], inner.value
-            if isinstance(inner, ast.Name) and inner.id == "deepspeed":
-                yield ".".join(["deepspeed", *parts])
-            elif isinstance(inner, ast.Call) and getattr(inner.func, "id", "") == "get_accelerator":
-                yield f"get_accelerator().{parts[0]}"
-
-
-def _exists(name: str) -> bool:
-    if name.startswith("get_accelerator()."):
-        return hasattr(import_module("deepspeed.accelerator").get_accelerator(), name.partition(".")[2])
-    parts, value = name.split("."), None
-    for length in range(len(parts), 0, -1):
-        try:
-            value = import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        try:
-            for part in parts[length:]:
-                value = getattr(value, part)
-        except AttributeError:
-            return False
-        return True
-    return False
-
-
-def unresolved(source: Path) -> dict[str, list[str]]:
-    """Files that call ``initialize`` -> the names that do not exist."""
-    missing = {}
-    for path in sorted(source.rglob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if "deepspeed.initialize(" not in text.replace("\n", "") and " initialize(" not in text:
-            continue
-        names = sorted(set(_imported(ast.parse(text))))
-        if names:
-            missing[str(path.relative_to(source))] = [name for name in names if not _exists(name)]
-    return missing
 
 
 # In each rank
@@ -331,21 +276,7 @@ def main() -> None:
         worker(options.worker, options.source, options.work, options.only)
         return
     results = [compared(options.source, name) for name in EXAMPLES if options.only in (None, name)]
-    from hexad.compat import deepspeed
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        del sys.modules[name]
-    deepspeed.install()
-    names = unresolved(options.source)
-    complete = sum(not missing for missing in names.values())
-    print(f"{complete} of {len(names)} files that call initialize resolve every name")
-    document = {
-        **facts(),
-        "examples": results,
-        "files": len(names),
-        "files resolved": complete,
-        "names": names,
-    }
+    document = {**facts(), "examples": results}
     if options.output:
         options.output.write_text(json.dumps(document, indent=1) + "\n")
 

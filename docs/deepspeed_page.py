@@ -17,7 +17,8 @@ _HEAD = """\
 Every key of a DeepSpeed configuration, with DeepSpeed's default, and what it does in Hexad
 ([DeepSpeed](deepspeed.md) is the user's page). *No effect* is reported once if the key is given with another
 value than its default. *Refused* is an error, unless the key has its default (a section: `enabled: false`).
-Unknown keys are refused, naming the nearest. Older spellings are read as their successors: `bfloat16`, and in
+Unknown keys have no effect, and are named in one warning; misspelt ones are refused, naming the key that was
+meant. Older spellings are read as their successors: `bfloat16`, `fp16.type` of DeeperSpeed (GPT-NeoX), and in
 `zero_optimization` `cpu_offload`, `cpu_offload_param` and `stage3_gather_fp16_weights_on_model_save`.
 
 | Key | Default | In Hexad |

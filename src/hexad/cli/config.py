@@ -266,7 +266,7 @@ def presets_command(as_json: bool) -> None:
 @click.argument("path", metavar="ds_config.json")
 @overrides_argument
 @click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Data ranks.")
-@click.option("--lenient", is_flag=True, help="Warn about unknown keys instead of refusing them.")
+@click.option("--lenient", is_flag=True, help="List misspelt keys as unknown ones instead of refusing them.")
 @json_option
 def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: bool, as_json: bool) -> None:
     """Print the run.yaml that is equivalent to a DeepSpeed configuration.

@@ -1,5 +1,7 @@
 """Lists of layers for pipelines: a tied embedding, tuples with masks between layers, functions."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,3 +62,53 @@ def batch_of(number: int, length: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(VOCAB, (2, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def trained_in_one_process(accumulation: int, steps: int, clip: float, clipped_by: int | None) -> list[float]:
+    """The losses of these layers, each seeded by its number, without any interface.
+
+    Args:
+        clip: the largest norm of gradients.
+        clipped_by: number of the first layers whose gradients have the norm; None: all of them.
+    """
+    tied: dict[str, nn.Module] = {}
+
+    def tied_spec(key: str, kind: Any, forward_fn: Any = None, **_: Any) -> Callable[[], Any]:
+        def build() -> Any:
+            module = tied.get(key) or tied.setdefault(key, kind())
+            return module, (lambda x: forward_fn(module, x)) if forward_fn else module
+
+        return build
+
+    def spec(kind: Any, *arguments: Any) -> Callable[[], Any]:
+        return lambda: (kind(*arguments),) * 2
+
+    layers: list[tuple[Any, Any]] = []
+    for number, layer in enumerate(specs(SimpleNamespace(LayerSpec=spec, TiedLayerSpec=tied_spec))):
+        torch.manual_seed(1234 + number)
+        layers.append((None, layer) if layer is first else layer())
+
+    def parameters(chosen: list[tuple[Any, Any]]) -> list[nn.Parameter]:
+        return list(
+            dict.fromkeys(p for module, _ in chosen if module is not None for p in module.parameters())
+        )
+
+    optimizer = torch.optim.AdamW(parameters(layers), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        total = 0.0
+        for micro in range(accumulation):
+            x, labels = batch_of(step * accumulation + micro)
+            for _, layer in layers:
+                x = layer(x)
+            loss = loss_of(x, labels) / accumulation
+            loss.backward()
+            total += loss.item()
+        norm = nn.utils.get_total_norm(
+            [p.grad for p in parameters(layers[:clipped_by]) if p.grad is not None]
+        )
+        nn.utils.clip_grads_with_norm_(parameters(layers), clip, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses

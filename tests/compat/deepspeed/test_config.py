@@ -1,7 +1,9 @@
 """DeepSpeed's configurations: batch arithmetic, defaults, aliases, refusals, and published ones, trained."""
 
 import json
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,12 +11,18 @@ from unittest import mock
 import pytest
 import torch
 
+from hexad.compat import deepspeed
 from hexad.compat.deepspeed.config import (
+    known,
+    nested,
     read_config,
+    spelling,
+    unknown_keys,
     with_autos_filled,
     without_effect,
 )
 from hexad.compat.deepspeed.entry import DeepSpeedConfig
+from hexad.compat.deepspeed.keys import Keys, Section
 from hexad.compat.deepspeed.translate import run_settings
 from hexad.config import ConfigError, HexadError
 from hexad.model.configuration import load_config
@@ -82,7 +90,6 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
             "compression_training: found it enabled, which is not supported: it changes the training; "
             "remove the section",
         ),
-        ({"stage": 2}, "stage: unknown key (did you mean 'zero_optimization.stage'?)"),
         (
             {"zero_optimization": {"stage": 4}},
             "zero_optimization.stage: found 4, expected less than or equal to 3",
@@ -108,8 +115,8 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
         ({"optimizer": 3}, "optimizer: found 3, expected a section"),
         ({"fp16": None}, "fp16: found null, expected a section"),
         (
-            {"zero_optimization.stage": 2},
-            "zero_optimization.stage: unknown key (did you mean 'zero_optimization'?)",
+            {"Gradient-Accumulation-Step": 2},
+            "Gradient-Accumulation-Step: unknown key (did you mean 'gradient_accumulation_steps'?)",
         ),
         ({"steps_per_print": 8.5}, "steps_per_print: found 8.5, expected an integer"),
         ({"gradient_clipping": "x"}, "gradient_clipping: found 'x', expected a number"),
@@ -131,12 +138,80 @@ def test_mistakes_are_named(tree: dict[str, Any], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_unknown_keys_are_warned_about_where_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    tree = {"train_batch_size": 4, "zero_optimization": {"stag": 1, "stage": 2}, "mine": 3}
-    config = read_config(tree, 1, strict=False)
-    assert config.keys.zero_optimization.stage == 2
-    assert "zero_optimization.stag: unknown key (did you mean 'stage'?); ignored" in caplog.text
-    assert "mine: unknown key" in caplog.text
+IGNORED = {
+    "zero_optimization.reduce_bucket_size": 16,  # what TRL adds for a reference model
+    "zero_optimization.stage3_prefetch_bucket_size": 0,
+    "_comment": "for 8 GPUs",
+    "// note": 1,
+    "log": {},
+    "monitor_config": {"enabled": True},
+    "ratio": 1,
+    "stage": 2,
+    "offload_optimizer": {"device": "nvme"},
+    "num-layers": [1, 2],
+    "gradient_accumulation_dtype": "fp32",
+    "fp16_old": {"enabled": True},
+}
+"""Keys at the top level that the package ignores."""
+
+
+def test_what_the_package_ignores_is_named_and_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    tree = {"train_batch_size": 4, **IGNORED, "zero_optimization": {"stage": 1, "find_unused": "auto"}}
+    checked_config = read_config(tree, 1)
+    assert (
+        checked_config.keys == read_config({"train_batch_size": 4, "zero_optimization": {"stage": 1}}, 1).keys
+    )
+    names = unknown_keys(tree)
+    hints = {"stage": "zero_optimization.stage", "offload_optimizer": "zero_optimization.offload_optimizer"}
+    hinted = [key + (f" (did you mean '{hints[key]}'?)" if key in hints else "") for key in IGNORED]
+    assert names == [*hinted, "zero_optimization.find_unused"]
+    _, notes = run_settings(checked_config)
+    assert [note for note in notes if "unknown" in note] == [
+        f"{key}: unknown key; no effect" for key in names
+    ]
+    caplog.set_level(logging.WARNING)
+    deepspeed.initialize(model=torch.nn.Linear(2, 2), config={**tree, "zero_optimization": {}})
+    (line,) = [record.message for record in caplog.records if "unknown" in record.message]
+    assert line == f"unknown keys without effect: {', '.join(hinted)}"
+
+
+@pytest.mark.parametrize(
+    ("fp16", "dtype"),
+    [
+        ({"enabled": True, "fp16": True, "type": "bfloat16", "loss_scale": 0}, "bf16"),
+        ({"enabled": False, "type": "bfloat16"}, "fp32"),
+        ({"enabled": True, "type": "fp16"}, "fp16"),
+    ],
+)
+def test_the_format_in_files_of_gpt_neox(fp16: dict[str, Any], dtype: str) -> None:
+    assert read_config({"train_batch_size": 4, "fp16": fp16}, 1).dtype == dtype
+
+
+def _sections(section: type[Section] = Keys, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """(path, key) of every key in the file."""
+    for name, info in section.model_fields.items():
+        key, inner = spelling(name, info), nested(info)
+        yield path, key
+        yield from _sections(inner, (*path, key)) if inner is not None else ()
+
+
+def test_a_key_with_a_letter_too_few_is_misspelt_and_one_that_is_turned_off_is_not() -> None:
+    def placed(path: tuple[str, ...], key: str) -> dict[str, Any]:
+        tree: dict[str, Any] = {key: 1}
+        for section in reversed(path):
+            tree = {section: tree}
+        return tree
+
+    for path, key in _sections():
+        known_here = {other for place, other in _sections() if place == path}
+        misspelt = key[: len(key) // 2] + key[len(key) // 2 + 1 :]
+        if len(key) > 4 and misspelt not in known_here:
+            with pytest.raises(ConfigError, match=r"unknown key .did you mean"):
+                known(placed(path, misspelt), Keys)
+            known(placed(path, misspelt), Keys, strict=False)
+        for other in (f"_{key}", f"//{key}", f"# {key}", f"{key}_old", f"a.{key}"):
+            assert len(unknown_keys(placed(path, other))) == 1, (path, other)
+            known(placed(path, other), Keys)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +223,11 @@ def test_unknown_keys_are_warned_about_where_that_is_asked_for(caplog: pytest.Lo
         {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {}}}},
         {"comms_config": {"verbose": False}, "pipe-parallel-size": 1, "model-parallel-size": 1},
         {"cuda_visible_devices": 0},
+        {
+            "memory_breakdown": None,
+            "pipeline": {"partition": None},
+            "zero_optimization": {"overlap_comm": None},
+        },
         {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
     ],
 )

@@ -1,10 +1,12 @@
 """Names that scripts import from DeepSpeed, with the package's own topologies and partitions as oracles."""
 
+import importlib
 import pickle
 import random
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,15 @@ import torch
 from torch import nn
 
 from hexad.compat import deepspeed
-from hexad.compat.deepspeed import groups
-from hexad.compat.deepspeed.installed import UNSUPPORTED
+from hexad.compat.deepspeed import groups, timers, utils, zero_to_fp32
+from hexad.compat.deepspeed.installed import CONSTANTS, MODULES, UNSUPPORTED
 from hexad.compat.deepspeed.pipe import balanced, uniform
 from hexad.compat.facade import world
 from hexad.compat.facade.installed import refused_name
 from hexad.config import HexadError
 
 from ... import forks
+from ...pool import Pool
 
 SCRIPT = """
 from importlib import import_module
@@ -39,7 +42,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import RepeatingLoader, groups, logger, safe_get_full_fp32_param
 from deepspeed.utils.logging import logger as other
 import deepspeed.utils.groups as module
-from hexad.compat.deepspeed.installed import UNSUPPORTED
+from hexad.compat.deepspeed.installed import CONSTANTS, MODULES, UNSUPPORTED
 import torch
 assert same is get_accelerator and other is logger and module is groups
 model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -57,22 +60,203 @@ assert groups._get_data_parallel_group().size() == 1 and groups._get_sequence_pa
 device = get_accelerator()
 assert device.memory_allocated() > 1e6 and device.max_memory_allocated() > 1e6 and device.total_memory() > 1e9
 assert device.is_synchronized_device() and device._name == "cpu" and device.manual_seed_all(1)
-for name in UNSUPPORTED:
+from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as weights
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, ZERO_STAGE
+import deepspeed.comm as dist
+from deepspeed.utils.torch import required_torch_version
+assert (OPTIMIZER_STATE_DICT, ZERO_STAGE) == ("optimizer_state_dict", "zero_stage")
+assert not deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] and not isinstance(model, CPUAdamBuilder)
+assert required_torch_version(min_version=2.0) and not required_torch_version(max_version=1.9)
+assert dist.get_local_rank() == 0 and dist.has_all_gather_into_tensor() and deepspeed.version == "0.19.8"
+from deepspeed.inference.v2.engine_factory import HuggingFaceCheckpointEngine
+from deepspeed.runtime.zero.stage3 import ZeroParamStatus
+assert HuggingFaceCheckpointEngine.why and ZeroParamStatus.AVAILABLE
+try:
+    from deepspeed.runtime.zero.stage3 import no_such_name
+except ImportError:
+    pass
+else:
+    raise AssertionError("found")
+implemented, refused = [], 0
+for name in [*MODULES, *CONSTANTS, *UNSUPPORTED]:
     module, _, attribute = f"deepspeed.{name}".rpartition(".")
+    if name in MODULES:
+        import_module(f"deepspeed.{name}")
+        continue
+    value = getattr(import_module(module), attribute)
+    if name in CONSTANTS:
+        continue
+    if not hasattr(value, "why"):
+        implemented.append(name)
+        continue
     try:
-        getattr(import_module(module), attribute)(1, keyword=2)
+        value(1, keyword=2)
     except Exception as error:
         assert type(error).__name__ == "HexadError" and "not supported: " in str(error), (name, error)
+        refused += 1
     else:
         raise AssertionError(name)
-print(len(UNSUPPORTED), "refused")
+assert {"initialize", "comm.get_local_rank", "utils.safe_get_local_grad"} <= set(implemented)
+print(len(implemented) + refused, "names")
 """
 
 
 def test_names_are_found_after_install() -> None:
     done = forks.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(len(UNSUPPORTED)), "refused"]
+    assert done.stdout.split() == [str(len({*UNSUPPORTED} - {*MODULES})), "names"]
+
+
+def test_the_table_has_what_the_package_has() -> None:
+    """A sample of modules, with the installed package as the oracle."""
+    theirs = pytest.importorskip("deepspeed")
+    assert theirs.__version__ == deepspeed.version
+    for module in ("checkpoint.constants", "ops.op_builder", "runtime.pipe.schedule", "runtime.zero.config"):
+        names = vars(importlib.import_module(f"deepspeed.{module}"))
+        for full in (name for name in (*UNSUPPORTED, *CONSTANTS) if name.rpartition(".")[0] == module):
+            short = full.rpartition(".")[2]
+            assert short in names or short == "GDSBuilder", full
+            value = list(names[short]) if isinstance(names.get(short), tuple) else names.get(short)
+            assert full in UNSUPPORTED or value == CONSTANTS[full]
+        own = {
+            name for name, value in names.items() if getattr(value, "__module__", "") == f"deepspeed.{module}"
+        }
+        assert {f"{module}.{name}" for name in own if not name.startswith("_")} <= {*UNSUPPORTED, *CONSTANTS}
+
+
+def test_helpers_return_what_those_of_the_package_return() -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.utils")
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("prefix_sum_inc", ([3, 4, 5],)),
+        ("call_to_str", ("f", 1, "x")),
+        ("get_only_unique_item", ([2, 2],)),
+        ("is_model_parallel_parameter", (torch.ones(1),)),
+        *(("partition_uniform", (items, parts)) for items in range(9) for parts in (1, 2, 4)),
+        *(
+            ("partition_balanced", ([1, 5, 2, 2, 7][:items], parts))
+            for items in range(1, 6)
+            for parts in (1, 2, 4)
+        ),
+    ]
+    for name, arguments in calls:
+        assert getattr(utils, name)(*arguments) == getattr(theirs, name)(*arguments), (name, arguments)
+    leaves = pytest.importorskip("deepspeed.utils.z3_leaf_module")
+    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Tanh()), nn.Tanh())
+    for marks in ([nn.Tanh], ["Tanh"], ["torch.nn.modules.linear.Linear"]):
+        ours = utils.set_z3_leaf_modules(model, marks)
+        assert ours == utils.get_z3_leaf_modules(model) and utils.unset_z3_leaf_modules(model, marks) == ours
+        assert leaves.set_z3_leaf_modules(model, marks) == ours and leaves.unset_z3_leaf_modules(model, marks)
+
+
+def test_timers_add_the_milliseconds_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
+    clock = timers.SynchronizedWallClockTimer()
+    for seconds in (1, 2, 3):
+        clock("forward").start()
+        now[0] += seconds
+        clock("forward").stop()
+    assert clock("forward").mean() == 2000 and clock.get_mean(["forward", "none"]) == {"forward": 2e6}
+    assert clock("forward").elapsed() == 6000 and clock("forward").elapsed() == 0
+    clock("forward").start()
+    with pytest.raises(HexadError, match="timer forward: found it started already"):
+        clock("forward").start()
+    assert timers.NoopTimer()("x").elapsed() == 0 and "memory_allocated" in clock.memory_usage()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_weights_of_a_checkpoint_are_read_by_name(stage: int, tmp_path: Path) -> None:
+    engine = engine_of(stage, bf16={"enabled": True})
+    engine.backward(engine(torch.ones(2, 2, dtype=torch.bfloat16)).sum())
+    engine.step()
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    master = utils.safe_get_full_fp32_param(next(engine.module.parameters()))
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert state.keys() == {"weight"} and torch.equal(state["weight"], master)
+    assert state["weight"].dtype == torch.float32
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", tag="first")
+    assert torch.equal(torch.load(tmp_path / "out" / "pytorch_model.bin")["weight"], master)
+    model = zero_to_fp32.load_state_dict_from_zero_checkpoint(nn.Linear(2, 1, bias=False), tmp_path)
+    assert torch.equal(model.weight, master)
+    with pytest.raises(HexadError, match="none: no such directory"):
+        zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "none")
+
+
+def _local(stage: int) -> tuple[Any, ...]:
+    torch.manual_seed(2)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    engine = deepspeed.initialize(model=nn.Linear(3, 3), config=config)[0]
+    weight, rank = engine.module.weight, torch.distributed.get_rank()
+    engine.backward(engine(torch.full((2, 3), 1.0 + rank)).square().sum())
+    local = utils.safe_get_local_grad(weight)
+    assert local is not None and not utils.safe_get_local_optimizer_state(weight, "exp_avg")
+    utils.safe_set_local_grad(weight, local * 2)
+    kept = [local, utils.safe_get_full_grad(weight)]
+    engine.step()
+    state, values = (
+        utils.safe_get_local_optimizer_state(weight, "exp_avg"),
+        utils.safe_get_local_fp32_param(weight),
+    )
+    assert state is not None and values is not None
+    utils.safe_set_local_optimizer_state(weight, torch.full_like(state, 2.0), "exp_avg")
+    utils.safe_set_local_fp32_param(weight, torch.full_like(values, 1.0 + rank))
+    full = utils.safe_get_full_optimizer_state(weight, "exp_avg"), utils.safe_get_full_fp32_param(weight)
+    return [*kept, *full], len(values)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_local_values_are_a_ranks_part_of_the_complete_ones(stage: int, pool: Pool) -> None:
+    (one, length), (two, other) = pool.run(2, _local, stage)
+    gradient = torch.cat([one[0], two[0]])
+    assert length + other == 9 and torch.equal(one[1].flatten(), gradient * 2)
+    assert (one[2] == 2).all() and one[3].flatten().tolist() == [1.0] * length + [2.0] * other
+
+
+def _generated(stage: int) -> tuple[Any, ...]:
+    """What libraries do to generate in training: gather all, remove hooks, run the module, register them."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    engine = deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, **keys})[0]
+    x, results = torch.linspace(-1, 1, 6).view(2, 3), []
+    for _ in range(3):
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+            offload = getattr(engine.optimizer, "parameter_offload", None)
+            if offload is not None:
+                parameters = dict(offload.module.named_parameters()) | dict(
+                    offload.module.ds_external_parameters()
+                )
+                for parameter in parameters.values():
+                    parameter.ds_active_sub_modules.clear()
+                for hook in (*offload.forward_hooks, *offload.backward_hooks):
+                    hook.remove()
+                offload.forward_hooks, offload.backward_hooks = [], []
+            with torch.no_grad():
+                weights = [parameter.clone() for parameter in model.parameters()]
+                results += [engine.module(x).sum().item(), model[0](x).sum().item()]
+                assert all(
+                    torch.equal(one, two) for one, two in zip(weights, model.parameters(), strict=True)
+                )
+            if offload is not None:
+                offload._register_deepspeed_module(offload.module)
+        with deepspeed.zero.unwrap_model_for_generation(engine) as unwrapped, torch.no_grad():
+            results.append(unwrapped(x).sum().item())
+        loss = engine(x).square().sum()
+        engine.backward(loss)
+        engine.step()
+        results.append(loss.item())
+    return results, offload is not None, [parameter.numel() for parameter in model.parameters()]
+
+
+def test_modules_generate_between_steps(pool: Pool) -> None:
+    plain, sharded = pool.run(2, _generated, 0), pool.run(2, _generated, 3)
+    assert [offloads for _, offloads, _ in plain + sharded] == [False, False, True, True]
+    assert sharded[0][0] == pytest.approx(plain[0][0], rel=1e-6) and sharded[0][0] == sharded[1][0]
 
 
 def test_missing_names_are_refused() -> None:
@@ -155,6 +339,11 @@ def test_an_engine_has_what_scripts_ask_for() -> None:
         engine.backward(engine(torch.ones(2, 2)).sum())
         engine.step()
     assert engine.tput_timer.epoch_count == 1 and engine.tput_timer.avg_samples_per_sec() > 0
+    before = engine.module.weight.detach().clone()
+    engine.offload_states()  # no effect where the state is in the host's memory
+    engine.reload_states()
+    assert torch.equal(engine.module.weight, before)
+    engine.device = torch.device("cuda")
     with pytest.raises(HexadError, match="offload_states: state stays where it is"):
         engine.offload_states()
 

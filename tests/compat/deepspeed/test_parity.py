@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from .layers import trained_in_one_process
 from .program import Case, Results, results_of
 
 pytest.importorskip("deepspeed")
@@ -108,11 +109,13 @@ SCRIPTS = {
 }
 """What upstream scripts do beside forward, backward and step."""
 
-# After the others: the package remembers the pipeline. Unclipped: its norm counts tied weights twice.
+# After the others: the package remembers the pipeline.
 PIPELINES = {
     "pipeline": Case("pipe", keys(0, gradient_clipping=0.0), accumulation=3, steps=4),
     "pipeline, stage 1": Case("pipe", keys(1, gradient_clipping=0.0), accumulation=2, steps=3),
+    "pipeline, stage 1, clipped": Case("pipe", keys(1, gradient_clipping=0.3), accumulation=2, steps=3),
 }
+CLIPPED = {"pipeline, clipped": Case("pipe", keys(0, gradient_clipping=0.3), accumulation=2, steps=3)}
 IN_PLACE = {f"in place, stage {n}": Case("in_place", {"stage": n}) for n in (0, 1)}
 
 
@@ -126,6 +129,8 @@ QUICK = (
     "bf16, stage 1",
     "fp16, stage 2",
     "pipeline, stage 1",
+    "pipeline, stage 1, clipped",
+    *CLIPPED,
     *SCRIPTS,
     "in place, stage 0",
 )
@@ -138,7 +143,7 @@ Both = Callable[[str], tuple[Results, Results]]
 def both() -> Both:
     """The results of both packages by a case's name, from one run of all that run with it."""
 
-    every = EXACT | COMPILED | NARROW | SCRIPTS | PIPELINES | IN_PLACE
+    every = EXACT | COMPILED | NARROW | SCRIPTS | PIPELINES | CLIPPED | IN_PLACE
 
     def kind(name: str) -> str:
         return "compiled" if name in COMPILED else "quick" if name in QUICK else "slow"
@@ -186,6 +191,17 @@ def test_numbers_are_those_of_the_package(both: Both, name: str) -> None:
     assert errors(theirs["loss"], ours["loss"]) < 1e-6
     assert errors(theirs["norm"], ours["norm"]) < 1e-6
     assert len(set(ours["loss"])) == len(ours["loss"])  # it trains
+
+
+def test_a_pipeline_is_clipped_by_the_norm_of_all_stages_and_in_the_package_by_that_of_the_first(
+    both: Both,
+) -> None:
+    """In float32 without ZeRO: the package's other stages contribute nothing to the norm. Its first stage has
+    the embedding and two blocks."""
+    theirs, ours = same(both, "pipeline, clipped")
+    assert errors(trained_in_one_process(2, 3, 0.3, 3), theirs["loss"]) < 1e-6
+    assert errors(trained_in_one_process(2, 3, 0.3, None), ours["loss"]) < 1e-6
+    assert errors(theirs["loss"], ours["loss"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", marked(SCRIPTS | IN_PLACE))

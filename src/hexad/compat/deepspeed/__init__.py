@@ -7,15 +7,17 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ..facade.installed import refused_name
-from .installed import UNSUPPORTED, WHERE
-
-__version__ = "0.19.8"
+__version__ = version = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
+__version_major__, __version_minor__, __version_patch__ = map(int, version.split("."))
+__git_branch__ = __git_hash__ = None
 
 _PUBLIC = {
     "DeepSpeedConfig": "entry",
+    "DeepSpeedConfigError": "entry",
+    "DeepSpeedDataLoader": "data",
     "DeepSpeedEngine": "engine",
+    "DeepSpeedOptimizer": "optimizers",
     "LayerSpec": "pipe",
     "PipelineEngine": "pipe_engine",
     "PipelineModule": "pipe",
@@ -25,6 +27,8 @@ _PUBLIC = {
     "get_accelerator": "accelerator",
     "init_distributed": "entry",
     "initialize": "entry",
+    "log_dist": "utils",
+    "logger": "utils",
 }
 _MODULES = ("accelerator", "checkpointing", "comm", "lr_schedules", "ops", "pipe", "utils", "zero")
 
@@ -35,9 +39,14 @@ def __getattr__(name: str) -> Any:
     """Resolved on first use: configurations are read without torch."""
     if name in _MODULES:  # imported on first use, since it imports torch
         return import_module(f"{__name__}.{name}")
-    if name in UNSUPPORTED:
-        return refused_name(f"deepspeed.{name}", UNSUPPORTED[name])
+    if name == "dist":
+        return import_module(f"{__name__}.comm")
     if name not in _PUBLIC:
+        from ..facade.installed import refused_name
+        from .installed import UNSUPPORTED
+
+        if name in UNSUPPORTED:
+            return refused_name(f"deepspeed.{name}", UNSUPPORTED[name])
         raise AttributeError(
             f"hexad.compat.deepspeed has no {name!r}; it has {', '.join(sorted([*_PUBLIC, *_MODULES]))}"
         )
@@ -53,6 +62,8 @@ def install() -> None:
     """
     from ..facade.installed import announce
     from ..facade.installed import install as install_package
+    from .installed import CONSTANTS, MODULES, UNSUPPORTED, WHERE
 
-    install_package(sys.modules[__name__], "deepspeed", WHERE, UNSUPPORTED)
+    package = sys.modules[__name__]
+    install_package(package, "deepspeed", WHERE, UNSUPPORTED, modules=MODULES, constants=CONSTANTS)
     announce("deepspeed", __version__)

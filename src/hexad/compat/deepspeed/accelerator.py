@@ -10,6 +10,8 @@ import torch
 
 from hexad.engine.state import resident
 
+from ..facade.installed import refused_name
+
 
 def _no_op(*_: Any, **__: Any) -> None:
     """No effect: a CPU has nothing to wait for, to select or to return."""
@@ -35,7 +37,28 @@ _NO_OPS = """
     reset_max_memory_reserved reset_peak_memory_stats set_device synchronize
 """
 _SYNCHRONOUS = "handles_memory_backpressure is_synchronized_device resolves_data_dependency use_host_timers"
+_KINDS = "BFloat16 Byte Double Float Half Int Long"
+
+
+def _set_visible(current_env: dict[str, str], local_accelerator_ids: Any) -> None:
+    current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
+
+
+def _builder(name: str) -> type:
+    return refused_name(f"deepspeed.ops.op_builder.{name}", "DeepSpeed's kernels are not part of Hexad")
+
+
 _BOTH: dict[str, Any] = {
+    "create_op_builder": lambda name: _builder(name)(),
+    "export_envs": list,
+    "get_compile_backend": lambda: "inductor",
+    "get_op_builder": _builder,
+    "get_rss": resident,
+    "is_fp64_supported": lambda: True,
+    "is_pinned": lambda tensor: tensor.is_pinned(),
+    "op_builder_dir": lambda: "deepspeed.ops.op_builder",
+    "set_visible_devices_envs": _set_visible,
+    "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     "is_available": lambda: True,
     "is_fp16_supported": lambda: True,
     "lazy_call": lambda callback: callback(),
@@ -43,6 +66,12 @@ _BOTH: dict[str, Any] = {
     "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
 }
 _CPU: dict[str, Any] = {
+    **{f"{kind}Tensor": getattr(torch, f"{kind}Tensor") for kind in _KINDS.split()},
+    "default_generator": lambda device_index=None: torch.default_generator,
+    "device": lambda device_index=None: nullcontext(),
+    "is_current_stream_capturing": lambda: False,
+    "is_triton_supported": lambda: False,
+    "supports_nvtx_domain": lambda: False,
     **dict.fromkeys(_NO_OPS.split(), _no_op),
     **dict.fromkeys(_SYNCHRONOUS.split(), lambda: True),
     **dict.fromkeys(("memory_allocated", "memory_cached", "memory_reserved"), _allocated),
@@ -69,7 +98,11 @@ _CPU: dict[str, Any] = {
 }
 _GPU: dict[str, Any] = {
     **dict.fromkeys(_SYNCHRONOUS.split(), lambda: False),
+    **{f"{kind}Tensor": getattr(torch.cuda, f"{kind}Tensor") for kind in _KINDS.split()},
     "communication_backend_name": lambda: "nccl",
+    "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
+    "is_triton_supported": lambda: torch.cuda.get_device_capability()[0] >= 7,
+    "supports_nvtx_domain": lambda: False,
     "device_name": lambda device_index=None: "cuda" if device_index is None else f"cuda:{device_index}",
     "pin_memory": lambda tensor, align_bytes=1: tensor.pin_memory(),
     "range_pop": torch.cuda.nvtx.range_pop,

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .config import checked, read_json
+from ..megatron.tensor_parallel import MODEL_PARALLEL, _tracker
+from ..megatron.tensor_parallel import get_cuda_rng_tracker as get_cuda_rng_tracker
+from ..megatron.tensor_parallel import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
+from .accelerator import get_accelerator
+from .config import checked, known, read_json
 from .keys import ActivationCheckpointing
 
 _settings: ActivationCheckpointing | None = None
@@ -34,12 +38,35 @@ def configure(
     keys = tree.get("activation_checkpointing") or {}
     if checkpoint_in_cpu is not None:
         keys = {**keys, "cpu_checkpointing": checkpoint_in_cpu}
-    _settings = checked(keys, ActivationCheckpointing, "activation_checkpointing.")
+    prefix = "activation_checkpointing."
+    _settings = checked(known(keys, ActivationCheckpointing, prefix), ActivationCheckpointing, prefix)
 
 
 def is_configured() -> bool:
     """Whether :func:`configure` was called."""
     return _settings is not None
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
+    """Set the state of the device's generator."""
+    get_accelerator().set_rng_state(new_state)
+
+
+_CUDA_RNG_STATE_TRACKER = _tracker
+_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the tensor ranks' generator anew; see :func:`model_parallel_cuda_manual_seed`."""
+    model_parallel_cuda_manual_seed(seed)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Accepted without effect: inputs of checkpoints stay where they are."""
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Accepted without effect: inputs of checkpoints have no common buffer."""
 
 
 def reset() -> None:
@@ -56,3 +83,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 
 non_reentrant_checkpoint = checkpoint
+
+
+class CheckpointFunction:
+    """:func:`checkpoint` under the name that Megatron-DeepSpeed calls."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """``function(*args)``, recomputed in the backward pass; ``all_outputs`` receives the results too."""
+        result = checkpoint(function, *args)
+        all_outputs += result if isinstance(result, tuple) else [result]
+        return result

@@ -1,18 +1,19 @@
 """DeepSpeed's JSON, read and checked: nothing is ignored without notice; a ``ConfigError`` names the first
-key that is unknown, malformed or does not fit others. No torch."""
+key that is misspelt, malformed or does not fit others. No torch."""
 
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names, one_line
+from hexad.config import ConfigError, HexadError, Wording, key_names, one_line
 from hexad.config.files import read_bounded
 from hexad.config.load import LARGEST_YAML
 
@@ -197,10 +198,10 @@ def read_config(
 
     Args:
         data_ranks: over which a step's samples are divided.
-        strict: refuse unknown keys; otherwise warn about them.
+        strict: refuse misspelt keys; otherwise they are unknown ones, which have no effect.
 
     Raises:
-        ConfigError: an unknown, malformed or refused key, or batch sizes that do not fit each other.
+        ConfigError: a misspelt, malformed or refused key, or batch sizes that do not fit each other.
         HexadError: a file that cannot be read.
     """
     keys, tree = read_keys(source, strict)
@@ -210,9 +211,7 @@ def read_config(
 def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tuple[Keys, Mapping[str, Any]]:
     """Read and check a configuration except its batch sizes; returns the keys, and the tree that was read."""
     tree = read_json(source)
-    if not strict:
-        tree = known(tree, Keys)
-    keys = checked(_without_autos(tree), Keys)
+    keys = checked(_without_autos(known(tree, Keys, strict=strict)), Keys)
     for name, mark, value in _marked(keys, Refused, ""):
         enabled = "it enabled" if isinstance(value, dict) else repr(value)
         raise ConfigError(name, f"found {enabled}, which is not supported: {mark.fix}")
@@ -303,26 +302,85 @@ def checked(
 
     Args:
         prefix: of its keys' names in errors, with a dot at the end.
-        strict: refuse unknown keys; otherwise warn about them.
+        strict: refuse unknown keys; otherwise they are left out.
     """
     try:
-        return section.model_validate(tree if strict else known(tree, section, prefix))
+        return section.model_validate(tree if strict else known(tree, section, prefix, strict))
     except ValidationError as error:
         readable = _Wording().readable(error, section)
         raise ConfigError(prefix + readable.field.partition("[")[0], readable.problem) from None
 
 
-def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> dict[str, Any]:
-    """The tree without unknown keys, about which it warns."""
+def known(
+    tree: Mapping[str, Any], section: type[Section], prefix: str = "", strict: bool = True
+) -> dict[str, Any]:
+    """The tree without unknown keys, which have no effect, as in DeepSpeed, and without nulls of keys that
+    have none either.
+
+    Raises:
+        ConfigError: a misspelt key, if ``strict``.
+    """
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         info = field_of(section, key)
         if info is None and key not in section.older:
-            log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, key_names(section)))
+            meant = _misspelt(key, section) if strict else None
+            if meant is not None:
+                raise ConfigError(prefix + key, f"unknown key (did you mean '{meant}'?)")
+            continue
+        if value is None and _has_no_effect(info):
             continue
         inner = nested(info)
-        kept[key] = known(value, inner, f"{prefix}{key}.") if inner and isinstance(value, Mapping) else value
+        is_section = inner is not None and isinstance(value, Mapping)
+        kept[key] = known(value, inner, f"{prefix}{key}.", strict) if inner and is_section else value
     return kept
+
+
+def unknown_keys(tree: Mapping[str, Any], section: type[Section] = Keys, prefix: str = "") -> list[str]:
+    """The names of keys that :func:`known` leaves out, each with the nearest key where there is one."""
+    names: list[str] = []
+    for key, value in tree.items():
+        info = field_of(section, key)
+        inner = nested(info)
+        if info is None and key not in section.older:
+            names.append(prefix + key + _hint(key, section))
+        elif inner is not None and isinstance(value, Mapping):
+            names += unknown_keys(value, inner, f"{prefix}{key}.")
+    return names
+
+
+def _hint(key: str, section: type[Section]) -> str:
+    """Where a key belongs that is not the section's, or what it may be a misspelling of; else empty."""
+    nearest = _misspelt(key, section)
+    if nearest is None:
+        paths = [path for path in _paths(Keys) if path != key and path.rpartition(".")[2] == key]
+        nearest = paths[0] if len(paths) == 1 else None
+    return "" if nearest is None else f" (did you mean '{nearest}'?)"
+
+
+def _paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all keys."""
+    for name, info in section.model_fields.items():
+        path, inner = prefix + spelling(name, info), nested(info)
+        yield path
+        yield from _paths(inner, path + ".") if inner is not None else ()
+
+
+def _misspelt(key: str, section: type[Section]) -> str | None:
+    """The section's key with nearly the same letters; None for a key that is something else: a comment, one
+    that a leading sign turns off (``_fp16``), one with words added (``fp16_old``) or with another word, a
+    dotted name."""
+    word = key.lower().replace("-", "_")
+    if not word[:1].isalnum() or "." in word:
+        return None
+    keys = {key.replace("-", "_"): key for key in (*key_names(section), *section.older)}
+    near = get_close_matches(word, keys, n=1, cutoff=0.88)
+    if not near:
+        return None
+    known, words = near[0].split("_"), word.split("_")
+    pairs = zip(known, words) if len(known) == len(words) else ()
+    other_word = any(SequenceMatcher(None, *pair).ratio() < 0.6 for pair in pairs)
+    return None if other_word or set(known) < set(words) else keys[near[0]]
 
 
 def effective(section: BaseModel) -> dict[str, Any]:

@@ -21,15 +21,15 @@ from hexad.model.transformer import DTYPES
 
 from ..facade import world
 from ..facade.accumulation import Accumulation
-from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, refused, trained
-from .config import Batch, CheckedConfig, without_effect
+from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, trained
+from .config import Batch, CheckedConfig, unknown_keys, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .engine_checkpoints import EngineCheckpoints
 from .groups import PipelineGrid
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
 from .utils import ThroughputTimer
-from .zero import mark_partitioned, read_empty, refuse_external, register
+from .zero import ParameterOffload, mark_partitioned, read_empty, refuse_external, register
 
 log = logging.getLogger("hexad")
 
@@ -108,6 +108,8 @@ class DeepSpeedEngine(EngineCheckpoints):
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
         methods = self._update_alone, self._optimizer_zero_grad
         self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, *methods)
+        if self.optimizer is not None and self.zero_optimization_stage() == 3:
+            self.optimizer.parameter_offload = ParameterOffload(module)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
@@ -151,6 +153,9 @@ class DeepSpeedEngine(EngineCheckpoints):
         unused = without_effect(keys)
         if unused:
             log.warning("accepted without effect: %s", "; ".join(unused))
+        unknown = unknown_keys(self._config.tree)
+        if unknown:
+            log.warning("unknown keys without effect: %s", ", ".join(unknown))
 
     def deepspeed_io(
         self,
@@ -491,9 +496,18 @@ class DeepSpeedEngine(EngineCheckpoints):
         for group in self._groups():
             group["lr"] = lr
 
-    offload_states = reload_states = refused(
-        "offload_states", "state stays where it is; use zero_optimization.offload_optimizer"
-    )
+    def offload_states(self, *_: Any, **__: Any) -> None:
+        """No effect on a CPU: the state is in the host's memory.
+
+        Raises:
+            HexadError: on a GPU, where it stays.
+        """
+        if self.device.type != "cpu":
+            raise HexadError(
+                "offload_states: state stays where it is; use zero_optimization.offload_optimizer"
+            )
+
+    reload_states = offload_states
 
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it, and complete values after use."""

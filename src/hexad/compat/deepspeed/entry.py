@@ -23,6 +23,8 @@ from .keys import Keys
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
 
+DeepSpeedConfigError = ConfigError
+
 log = logging.getLogger("hexad")
 
 # Constants of ``constants``, ``launcher.runner`` and ``runtime.config``
@@ -69,13 +71,13 @@ def initialize(
         collate_fn: of the loader.
         config, config_params: a path or the keys themselves.
         mesh_param: (data ranks, sequence ranks); only one sequence rank for user-defined modules.
-        strict: refuse unknown keys; otherwise warn about them.
+        strict: refuse misspelt keys; otherwise they are unknown ones, which a warning names.
 
     Returns:
         engine, optimizer, loader, scheduler; None for what there is not.
 
     Raises:
-        AgreedError: a key that is unknown, malformed or not supported, batch sizes that do not fit each
+        AgreedError: a key that is misspelt, malformed or not supported, batch sizes that do not fit each
             other, or settings that differ between ranks.
         HexadError: arguments that do not fit.
     """
@@ -224,7 +226,7 @@ class DeepSpeedConfig(CheckedConfig):
         mesh_device: accepted without effect.
 
     Raises:
-        ConfigError: an unknown, malformed or refused key, or batch sizes that do not fit each other.
+        ConfigError: a misspelt, malformed or refused key, or batch sizes that do not fit each other.
         HexadError: a file that cannot be read.
     """
 

@@ -55,7 +55,9 @@ class Section(BaseModel):
 
 
 class Fp16(Section):
-    """``fp16``."""
+    """``fp16``; with ``type: bfloat16``, DeeperSpeed's, ``bf16``."""
+
+    older = ("type",)
 
     enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
     loss_scale: Annotated[Number, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
@@ -159,7 +161,7 @@ class Zero(Section):
     contiguous_gradients: Annotated[bool, ALWAYS] = True
     reduce_scatter: Annotated[bool, ALWAYS] = True
     allgather_partitions: Annotated[bool, ALWAYS] = True
-    reduce_bucket_size: Annotated[int, Field(gt=0), OWN] = 500_000_000
+    reduce_bucket_size: Annotated[At0, OWN] = 500_000_000
     allgather_bucket_size: Annotated[At0, OWN] = 500_000_000
     sub_group_size: Annotated[At0, OWN] = 1_000_000_000
     prefetch_bucket_size: Annotated[At0, Field(alias="stage3_prefetch_bucket_size"), OWN] = 50_000_000
@@ -305,6 +307,14 @@ def _selects_data(section: Tree) -> bool:
     return any(enabled(section, *part) for part in (*parts, ("data_routing", "random_ltd")))
 
 
+def _with_type(tree: Tree) -> Tree:
+    """The keys with ``fp16.type`` of DeeperSpeed (GPT-NeoX) as the section that it means."""
+    fp16 = dict(tree["fp16"])
+    if fp16.pop("type") not in ("bfloat16", "bf16") or fp16.get("enabled") is not True:
+        return {**tree, "fp16": fp16}
+    return {"bf16": {"enabled": True}, **tree, "fp16": {**fp16, "enabled": False}}
+
+
 class Keys(Section):
     """All keys of a configuration file."""
 
@@ -402,6 +412,8 @@ class Keys(Section):
             value["gradient_allreduce_op"] = value["gradient_allreduce_op"].lower()
         if isinstance(value.get("data_efficiency"), dict) and not _selects_data(value["data_efficiency"]):
             value["data_efficiency"] = None
+        if isinstance(value.get("fp16"), dict) and "type" in value["fp16"]:
+            value = _with_type(value)
         if "bfloat16" in value:
             value.setdefault("bf16", value.pop("bfloat16"))
         for name in ("gradient_clipping", "steps_per_print", "gradient_accumulation_steps"):

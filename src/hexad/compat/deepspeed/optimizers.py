@@ -14,10 +14,13 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.errors import did_you_mean
 from hexad.optim.torch_optimizer import is_elementwise
 
-from ..facade.optimizer import Parameters, adopted_optimizer, adopted_scheduler
+from ..facade.optimizer import EngineOptimizer, Parameters, adopted_optimizer, adopted_scheduler
 from .keys import Keys
 from .keys import Optimizer as OptimizerKeys
 from .lr_schedules import SCHEDULES
+
+DeepSpeedOptimizer = ZeROOptimizer = EngineOptimizer
+"""Of ``runtime.base_optimizer``: what ``isinstance`` names."""
 
 _DROPPED = "max_grad_norm torch_adam adam_w_mode fp32_optimizer_states freeze_step cuda_aware".split()
 _MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD")

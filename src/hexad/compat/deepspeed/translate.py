@@ -1,6 +1,7 @@
 """DeepSpeed's keys as Hexad's settings: of an engine around modules, or of a ``run.yaml``; a ``ConfigError``
 names a key that has no counterpart. No torch."""
 
+from collections.abc import Mapping
 from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator, Field, create_model
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
-from .config import CheckedConfig, checked, given, without_effect
+from .config import CheckedConfig, checked, given, unknown_keys, without_effect
 from .keys import Keys, NoEffect, Offload, Section
 from .lr_schedules import LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -86,7 +87,7 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> tuple[dict[str, 
     Hexad's defaults or that the file names, and a line for every difference.
 
     Args:
-        strict: refuse unknown parameters of the optimizer and the schedule; otherwise warn about them.
+        strict: refuse unknown parameters of the optimizer and the schedule; otherwise they have no effect.
 
     Raises:
         ConfigError: keys that have no counterpart there.
@@ -101,7 +102,13 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> tuple[dict[str, 
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
     notes += [f"{key}: no effect" for key in without_effect(keys)]
+    notes += _unknown(config.tree, Keys)
     return {name: group for name, group in tree.items() if group}, notes
+
+
+def _unknown(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> list[str]:
+    """A note for each unknown key."""
+    return [f"{key}: unknown key; no effect" for key in unknown_keys(tree, section, prefix)]
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
@@ -218,6 +225,7 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
     adam = name.lower() in ("adam", "adamw")
     written = {} if optimizer is None or not adam else optimizer.params
     params = checked(written, AdamParams, "optimizer.params.", strict)
+    notes += _unknown(written, AdamParams, "optimizer.params.")
     plain_adam = name.lower() == "adam" and not params.adam_w_mode
     if not adam or plain_adam:
         kind = "Adam with adam_w_mode: false" if plain_adam else name
@@ -260,7 +268,9 @@ def _schedule(
             "or hexad.compat.deepspeed.initialize",
         )
     schedule = schedules[scheduler.type]
-    params: Any = checked(scheduler.params, _parameters(schedule), "scheduler.params.", strict)
+    parameters = _parameters(schedule)
+    params: Any = checked(scheduler.params, parameters, "scheduler.params.", strict)
+    notes += _unknown(scheduler.params, parameters, "scheduler.params.")
     settings: dict[str, Any] = {"kind": _KINDS[schedule], "warmup": params.warmup_num_steps}
     if schedule is WarmupCosineLR:
         low, least = params.warmup_min_ratio, optimizer["lr"] * params.cos_min_ratio

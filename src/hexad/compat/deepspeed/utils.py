@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
+import os
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from itertools import accumulate
+from logging import INFO, getLogger
+from typing import Any, TypeVar
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hexad.comm import all_gather
-from hexad.config import HexadError
-from hexad.engine.engine import Engine
-from hexad.parallel.data.buckets import Bucket
-
 from . import groups as groups
 from .accelerator import get_accelerator
 from .data import RepeatingLoader as RepeatingLoader
 from .data import map_tensors
-from .zero import owner_of
+from .parameter_values import safe_get_full_fp32_param as safe_get_full_fp32_param
+from .parameter_values import safe_get_full_grad as safe_get_full_grad
+from .parameter_values import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+from .parameter_values import safe_get_local_fp32_param as safe_get_local_fp32_param
+from .parameter_values import safe_get_local_grad as safe_get_local_grad
+from .parameter_values import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+from .parameter_values import safe_set_full_fp32_param as safe_set_full_fp32_param
+from .parameter_values import safe_set_full_grad as safe_set_full_grad
+from .parameter_values import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+from .parameter_values import safe_set_local_fp32_param as safe_set_local_fp32_param
+from .parameter_values import safe_set_local_grad as safe_set_local_grad
+from .parameter_values import safe_set_local_optimizer_state as safe_set_local_optimizer_state
 
-logger = logging.getLogger("hexad")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+logger = getLogger("hexad")
 
 
 def is_initialized() -> bool:
@@ -35,7 +45,7 @@ def is_initialized() -> bool:
     return bool(dist.is_initialized())
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log on some ranks; -1 in place of the first is all of them."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     if rank < 0 or (ranks and (ranks[0] == -1 or rank in ranks)):
@@ -82,10 +92,128 @@ def recursive_setattr(model: Any, module_name: str, module: nn.Module) -> None:
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_modules: Iterable[Any]) -> list[nn.Module]:
-    """Accepted without effect: modules are gathered as they are called. Returns those that match."""
-    kinds = tuple(leaf for leaf in leaf_modules if isinstance(leaf, type))
-    return [module for module in model.modules() if isinstance(module, kinds)]
+def instrument_w_nvtx(func: Function) -> Function:
+    """``func``: ranges of a profile are those of ``torch.profiler``."""
+    return func
+
+
+noop_decorator = instrument_w_nvtx
+log_dist_once = log_dist
+
+
+def empty_cache() -> None:
+    """Return the device's memory that is cached."""
+    get_accelerator().empty_cache()
+
+
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Any = None) -> Any:
+    """See :func:`move_to_device`."""
+    return move_to_device(item, device, criterion_func)
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Create the directory of a file."""
+    os.makedirs(os.path.dirname(filename), exist_ok=True)
+
+
+def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
+    """Whether PyTorch's release is within two bounds, each inclusive."""
+    release = torch.torch_version.TorchVersion(torch.__version__)
+    return (min_version is None or release >= str(min_version)) and (
+        max_version is None or release <= str(max_version)
+    )
+
+
+def prefix_sum_inc(weights: Iterable[Any]) -> list[Any]:
+    """Sums of the first one, two, ... weights."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """The bounds of runs of as many items, the first ones of one more."""
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    from .pipe import uniform
+
+    return [0, *(run.stop for run in uniform(num_items, num_parts))]
+
+
+def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
+    """The bounds of runs of nearly the same weight."""
+    if len(weights) <= num_parts:
+        return partition_uniform(len(weights), num_parts)
+    from .pipe import balanced
+
+    return [0, *(run.stop for run in balanced(weights, num_parts))]
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as text."""
+    named = (f"{name}={value!r}" for name, value in kwargs.items())
+    return f"{base}({', '.join([*map(repr, args), *named])})"
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value that all items have.
+
+    Raises:
+        RuntimeError: they have several.
+    """
+    values = set(items)
+    if len(values) != 1:
+        raise RuntimeError(f"found {len(values)} values, expected one: {sorted(map(str, values))}")
+    return values.pop()
+
+
+def is_model_parallel_parameter(parameter: Tensor) -> bool:
+    """Whether a parameter is marked as one of tensor ranks."""
+    marks = (getattr(parameter, name, False) for name in ("model_parallel", "tensor_model_parallel"))
+    return any(bool(mark) for mark in marks)
+
+
+# Leaves of ZeRO 3, which have no effect: modules are gathered as they are called
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_modules: Iterable[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of some classes, or with some names of classes, without effect; returns them."""
+    wanted = list(leaf_modules)
+    kinds, names = tuple(leaf for leaf in wanted if isinstance(leaf, type)), [str(leaf) for leaf in wanted]
+    marked = [module for module in model.modules() if isinstance(module, kinds) or _class_in(module, names)]
+    for module in marked:
+        set_z3_leaf_module(module, True)
+    return marked
+
+
+def _class_in(module: nn.Module, names: Sequence[str]) -> bool:
+    kind = type(module)
+    return kind.__qualname__ in names or f"{kind.__module__}.{kind.__qualname__}" in names
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_modules: Iterable[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Remove the marks of :func:`set_z3_leaf_modules`; returns the modules."""
+    modules = set_z3_leaf_modules(model, leaf_modules)
+    for module in modules:
+        set_z3_leaf_module(module, False)
+    return modules
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, without effect."""
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 class ThroughputTimer:
@@ -115,113 +243,6 @@ class ThroughputTimer:
     def avg_samples_per_sec(self) -> float:
         """Samples per second; minus infinity before the third step."""
         return self._samples / (self._ended - self._began) if self._samples else -math.inf
-
-
-# Complete master values, gradients and optimizer state of one parameter, sharded or not. All ranks call these
-# together.
-
-
-class _Place(NamedTuple):
-    """A trained parameter in its engine."""
-
-    param: Tensor
-    engine: Engine
-    bucket: Bucket
-
-    def full(self, shard: Tensor) -> Tensor:
-        """The parameter's complete values in a tensor like its bucket's master."""
-        shards = self.engine.sharding[self.bucket.traits.grid].shards
-        flat = all_gather(shard.to(self.engine.mesh.device), shards)
-        begin = self.bucket.offset_of(self.param)
-        return flat[begin : begin + self.param.numel()].view(self.param.shape).clone()
-
-    @torch.no_grad()
-    def write(self, shard: Tensor, value: Tensor) -> None:
-        """Write this rank's part of complete values to a tensor like the bucket's master."""
-        if value.shape != self.param.shape:
-            found = f"found shape {tuple(value.shape)} for a parameter of shape {tuple(self.param.shape)}"
-            raise HexadError(f"value: {found}")
-        begin, bucket = self.bucket.offset_of(self.param), self.bucket
-        low, high = max(begin, bucket.low), min(begin + self.param.numel(), bucket.high)
-        if low < high:
-            part = value.reshape(-1)[low - begin : high - begin]
-            shard[low - bucket.low : high - bucket.low].copy_(part)
-
-    def states(self) -> dict[str, Tensor]:
-        """The optimizer's state of the bucket, by DeepSpeed's names."""
-        states = self.engine.optimizer.rule.state(self.bucket)
-        return {name.removeprefix("optimizer."): values for name, values in states}
-
-    def gradient(self) -> Tensor | None:
-        """The bucket's reduced gradient, a sum over data ranks; None before a backward pass."""
-        if not self.engine.gradients.contributed:
-            return None
-        self.engine.gradients.extend()
-        return self.bucket.gradient
-
-
-def _place(param: Tensor) -> _Place | None:
-    owner = owner_of(param)
-    return None if owner is None or owner[1].plan.frozen else _Place(param, *owner)
-
-
-def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """The master values of a parameter; None of one that is not trained."""
-    place = _place(param)
-    return None if place is None else place.full(place.bucket.master)
-
-
-def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set the master values of a parameter, and with them its values."""
-    if place := _place(param):
-        place.write(place.bucket.master, value)
-        place.engine.gatherer.publish(place.bucket)
-
-
-def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """The optimizer's state of a parameter, such as ``exp_avg``; None if there is none."""
-    place = _place(param)
-    state = None if place is None else place.states().get(optim_state_key)
-    return None if place is None or state is None else place.full(state)
-
-
-def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
-    """Set the optimizer's state of a parameter.
-
-    Raises:
-        HexadError: the optimizer has no such state, or not yet.
-    """
-    if place := _place(param):
-        states = place.states()
-        if optim_state_key not in states:
-            known = ", ".join(states) or "nothing before its first step"
-            raise HexadError(
-                f"safe_set_full_optimizer_state: the optimizer has no {optim_state_key!r}; it has {known}"
-            )
-        place.write(states[optim_state_key], value)
-
-
-def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The gradient of a parameter, accumulated since the last step and averaged over data ranks; in fp16
-    multiplied by the loss scale. None before a backward pass, or of a parameter that is not trained."""
-    place = _place(param)
-    gradient = None if place is None else place.gradient()
-    if place is None or gradient is None:
-        return None
-    return place.full(gradient) / place.engine.mesh.data.size
-
-
-def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the gradient of a parameter, as :func:`safe_get_full_grad` returns it.
-
-    Raises:
-        HexadError: before a backward pass.
-    """
-    if place := _place(param):
-        gradient = place.gradient()
-        if gradient is None:
-            raise HexadError("safe_set_full_grad: found no gradient; call it between backward and step")
-        place.write(gradient, value * place.engine.mesh.data.size)
 
 
 # Of mixtures of experts, which no module has

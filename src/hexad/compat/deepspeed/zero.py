@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -20,6 +20,7 @@ from hexad.parallel.data.buckets import Bucket
 from hexad.parallel.sharding import Guarded
 
 from .config import read_json
+from .keys import Zero
 
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> weak references to its engine and its bucket."""
@@ -79,6 +80,13 @@ def GatheredParameters(
             engine.gatherer.release(bucket)
 
 
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """An engine whose parameters are complete while inside, so that it generates without gathering any."""
+    with GatheredParameters(model.parameters()):
+        yield model
+
+
 @torch.no_grad()
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
     """Take over a rank's changes on all ranks."""
@@ -102,11 +110,13 @@ class Partitioned(nn.Parameter):
     Attributes:
         ds_id: a number, different for all parameters of this process.
         ds_shape, ds_numel: of the complete values.
+        ds_active_sub_modules: empty: a bucket counts for how many modules it is gathered.
     """
 
     ds_id: int
     ds_shape: torch.Size
     ds_numel: int
+    ds_active_sub_modules: set[int]
 
     @property
     def ds_status(self) -> ZeroParamStatus:
@@ -138,6 +148,21 @@ OffloadStateTypeEnum = StrEnum(
 )
 
 
+DeepSpeedZeroConfig = Zero
+
+
+class ZeroStageEnum(IntEnum):
+    """The levels of ``zero_optimization.stage``."""
+
+    disabled, optimizer_states, gradients, weights = 0, 1, 2, 3
+    max_stage = 3
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether a parameter is one of a module at ZeRO 3."""
+    return isinstance(parameter, Partitioned)
+
+
 _numbers = count()
 
 
@@ -146,15 +171,52 @@ def _partitioned(kind: type[nn.Parameter]) -> type[Partitioned]:
     return type(f"Partitioned{kind.__name__}", (Partitioned, kind), {})
 
 
+class _ExternalParameters:
+    """A module's ``ds_external_parameters``: those that it was registered for, by numbers."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._items = list(enumerate(parameters))
+
+    def __call__(self) -> list[tuple[int, nn.Parameter]]:
+        return self._items
+
+
+class ParameterOffload:
+    """A ZeRO 3 optimizer's ``parameter_offload``, whose hooks libraries remove while they generate, and
+    register again. Here an engine keeps its hooks: complete values that are gathered stay where they are.
+
+    Attributes:
+        module: whose parameters are sharded.
+        forward_hooks, backward_hooks: none that could be removed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def setup_zero_stage3_hooks(self, *_: Any, **__: Any) -> None:
+        """No effect: the hooks are registered."""
+
+    _register_deepspeed_module = _remove_module_hooks = destroy = setup_zero_stage3_hooks
+
+
+DeepSpeedZeRoOffload = ParameterOffload
+
+
 def mark_partitioned(module: nn.Module) -> None:
     """Give a module's parameters DeepSpeed's attributes, before an engine shards them."""
     parameter: Any
+    for part in module.modules():
+        external = _ExternalParameters(getattr(part, "external_parameters", ()))
+        object.__setattr__(part, "ds_external_parameters", external)
     for parameter in module.parameters():
         if not isinstance(parameter, Partitioned):
             kind: type[nn.Parameter] = type(parameter)
             parameter.__class__ = _partitioned(kind)
             parameter.ds_id = next(_numbers)
             parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+            parameter.ds_active_sub_modules = set()
 
 
 def read_empty(parameter: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ package that they look for, by Python's import and metadata protocols; and the r
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
 from pathlib import Path
@@ -52,6 +53,18 @@ def announce(name: str, version: str) -> None:
         sys.meta_path.append(Finder(name, version))
 
 
+class _Refused(type):
+    """The class of :func:`refused_name`: attributes are refused too, when they are used."""
+
+    full: str
+    why: str
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{cls.full} is not supported and has no {name!r}")
+        return refused_name(f"{cls.full}.{name}", cls.why)
+
+
 def refused_name(full: str, why: str) -> type:
     """A class in place of a name that Hexad lacks, whose call is an error that says what to do instead;
     ``isinstance``, annotations and base classes can name it."""
@@ -59,8 +72,8 @@ def refused_name(full: str, why: str) -> type:
     def refuse(*_: Any, **__: Any) -> Any:
         raise HexadError(f"{full}: not supported: {why}")
 
-    body = {"__new__": refuse, "__doc__": f"Not supported: {why}."}
-    return type(full.rpartition(".")[2], (), body)
+    body = {"__new__": refuse, "__doc__": f"Not supported: {why}.", "full": full, "why": why}
+    return _Refused(full.rpartition(".")[2], (), body)
 
 
 def install(
@@ -69,6 +82,8 @@ def install(
     where: Mapping[str, str],
     unsupported: Mapping[str, str],
     names: Mapping[str, str] | None = None,
+    modules: Iterable[str] = (),
+    constants: Mapping[str, Any] | None = None,
 ) -> None:
     """Make ``import SYSTEM`` import a package of this one in this process.
 
@@ -76,8 +91,12 @@ def install(
         package: in place of the system.
         system: the name that scripts import.
         where: module below the system -> module of the package; an empty one is the package itself.
-        unsupported: names below the system that can be imported -> what to do instead of using them.
+        unsupported: names below the system that can be imported -> what to do instead of using them; names
+            that the package has are left as they are.
         names: names in modules of the system that the package has no module for -> its module with that name.
+        modules: modules of the system that can be imported; each also has the names of the others, which it
+            may import from them.
+        constants: names below the system -> their values.
 
     Raises:
         HexadError: the system's package has been imported.
@@ -91,15 +110,55 @@ def install(
         if isinstance(sys.modules.get(path), ModuleType):
             continue
         sys.modules[path] = target
-        if parent is not package or not hasattr(package, name):
-            setattr(parent, name.rpartition(".")[2], target)
+        _set(parent, package, name.rpartition(".")[2], target)
     for name, module in (names or {}).items():
         parent, _ = _parent(package, system, name)
         last = name.rpartition(".")[2]
         setattr(parent, last, getattr(import_module(f"{package.__name__}.{module}"), last))
+    created = [_parent(package, system, f"{name}.")[0] for name in modules]
+    for name, value in (constants or {}).items():
+        _complete(package, system, name, value)
     for name, why in unsupported.items():
-        parent, _ = _parent(package, system, name)
-        setattr(parent, name.rpartition(".")[2], refused_name(f"{system}.{name}", why))
+        _complete(package, system, name, refused_name(f"{system}.{name}", why))
+    collected = _Collected(system, [*unsupported, *(constants or {})])
+    for part in created:
+        if not part.__name__.startswith(package.__name__):
+            part.__getattr__ = partial(collected.find, part.__name__)  # type: ignore[method-assign]
+
+
+class _Collected:
+    """The names of all modules below a system: its modules import some from each other."""
+
+    def __init__(self, system: str, names: Iterable[str]) -> None:
+        self._modules: dict[str, list[str]] = {}
+        for name in names:
+            module, _, last = f"{system}.{name}".rpartition(".")
+            self._modules.setdefault(last, []).append(module)
+
+    def find(self, module: str, name: str) -> Any:
+        """A name that a module may have imported from another one; one that is not refused, if there is any.
+
+        Raises:
+            AttributeError: no module has it.
+        """
+        if name.startswith("_") or name not in self._modules:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        values = [getattr(sys.modules[other], name) for other in self._modules[name]]
+        return next((value for value in values if not isinstance(value, _Refused)), values[0])
+
+
+def _complete(package: ModuleType, system: str, name: str, value: Any) -> None:
+    """Add a name below the system, unless there is one."""
+    parent, _ = _parent(package, system, name)
+    last = name.rpartition(".")[2]
+    if not hasattr(parent, last):
+        setattr(parent, last, value)
+
+
+def _set(parent: ModuleType, package: ModuleType, name: str, module: ModuleType) -> None:
+    """Make a module an attribute of its parent; a module of the package keeps what it uses by this name."""
+    if not parent.__name__.startswith(package.__name__) or not hasattr(parent, name):
+        setattr(parent, name, module)
 
 
 def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, str]:
@@ -111,7 +170,7 @@ def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, st
         if path not in sys.modules:
             sys.modules[path] = ModuleType(path, f"Part of the API of {system} over Hexad.")
             sys.modules[path].__path__ = []
-            setattr(parent, part, sys.modules[path])
+            _set(parent, package, part, sys.modules[path])
         parent = sys.modules[path]
     return parent, f"{path}.{last}"
 

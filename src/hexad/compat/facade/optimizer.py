@@ -141,7 +141,10 @@ class EngineOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: the inner one; its parameters are master values.
         overflow: the last step was skipped: its gradients were not finite.
+        parameter_offload: what DeepSpeed's has at ZeRO 3; not there otherwise.
     """
+
+    parameter_offload: Any
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, engine: Engine, step: Method, discard: Method

@@ -8,7 +8,7 @@ from typing import Any
 
 from hexad.config import ConfigError, HexadError
 
-from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, without_effect
+from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, unknown_keys, without_effect
 from ..deepspeed.keys import Keys, Offload
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
 from .arguments import Line
@@ -87,6 +87,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     if script:
         return []
     notes += _of_flags(keys, kind) + [f"{key}: no effect" for key in without_effect(keys)]
+    notes += [f"{key}: unknown key; no effect" for key in unknown_keys(content)]
     return [f"{path}: {note}" for note in notes]
 
 

@@ -481,7 +481,7 @@ def test_fused_state_without_names(tmp_path: Path) -> None:
 
 def test_other_models(tmp_path: Path) -> None:
     refused(
-        saved("llama"), tmp_path, "tensor transformer.wte.weight", "is missing", model=saved("gpt2-config")
+        saved("llama"), tmp_path, "tensor transformer.wpe.weight", "is missing", model=saved("gpt2-config")
     )
     (tmp_path / "given").mkdir()
     config = json.loads((saved("gpt2-config") / "config.json").read_text())

@@ -317,7 +317,7 @@ class HexadStrategy(DDPStrategy):
         if len(self.optimizers) > 1:
             raise HexadError(
                 f"configure_optimizers: found {len(self.optimizers)} optimizers, expected one; use one with "
-                "several parameter groups, or Lightning's own strategies"
+                "several parameter groups, or Lightning's DDPStrategy"
             )
         self._check_callbacks(trainer)
         self._training, self._fresh_buffers = None, False

@@ -196,8 +196,8 @@ class _Pages:
         body = read(kind, parsed(content))
         self.check_model(body.model)
         self._report(body.check())
+        self._check_number(body.number * body.samples)
         prompts = body.prompts()
-        self._check_number(len(prompts) * body.samples)
         form, asked, shown = self._form(body)
         constraints = self.service.generator.constraints
         if asked is not None:

@@ -277,6 +277,12 @@ class CompletionRequest(_Common):
             raise ConfigError("prompt_logprobs", problem)
         return unknown
 
+    @property
+    def number(self) -> int:
+        """Prompts, before any is looked at."""
+        several = isinstance(self.prompt, list) and self.prompt and type(self.prompt[0]) is not int
+        return len(self.prompt) if several else 1
+
     def prompts(self) -> list[Prompt]:
         """Texts or ids."""
         prompt = self.prompt
@@ -325,6 +331,11 @@ class ChatRequest(_Common):
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
     documents: Any = None
+
+    @property
+    def number(self) -> int:
+        """Conversations."""
+        return 1
 
     def check(self) -> list[str]:
         """Refuse what is not supported; see :meth:`_Common.check`."""

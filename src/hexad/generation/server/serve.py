@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ from ..generator import Generator
 if TYPE_CHECKING:
     from .service import Service
 
+_SWITCH = 0.0005
+"""Seconds after which a thread lets another one run, where several want to."""
 _LAST_WORDS = 5
 """Seconds in which streams that have to end can send that they do."""
 
@@ -136,6 +139,8 @@ async def _run(
     service.start()
     gc.collect()
     gc.freeze()  # collections of what requests leave look at nothing else
+    # Each operation of the generator may wait so long for a thread that reads a request.
+    sys.setswitchinterval(_SWITCH)
     ready()
     failing = asyncio.ensure_future(service.failed())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hexad.config import ConfigError
-from hexad.generation.requests import Request, Sampling, asked_sampling, drawn, stream
+from hexad.generation.requests import Request, Sampling, asked_sampling, drawn, streams
 from hexad.generation.sampler import Sampler, log_probabilities
 
 PROBABILITIES = (0.5, 0.3, 0.15, 0.05)
@@ -106,9 +106,9 @@ def test_random_numbers() -> None:
     values = [drawn(key, place) for key in range(100) for place in range(100)]
     assert 0 <= min(values) < 0.001 and 0.999 < max(values) < 1 and len(set(values)) == 10_000
     assert sum(values) / len(values) == pytest.approx(0.5, abs=0.01)
-    keys = {stream(s, n, ids) for s in (3, 4) for n in range(3) for ids in ([1], [2], [1, 2], [12])}
+    keys = {key for s in (3, 4) for ids in ([1], [2], [1, 2], [12]) for key in streams(s, range(3), ids)}
     assert len(keys) == 24 and all(0 <= key < 2**63 for key in keys)
-    assert stream(3, 1, [7, 8]) == stream(3, 1, (7, 8))
+    assert streams(3, [1], [7, 8]) == streams(3, [1], (7, 8))
 
 
 def test_the_last_token_can_be_drawn_and_no_other_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,10 +101,16 @@ def asked_sampling(sampling: Sampling) -> Sampling:
     return sampling
 
 
-def stream(seed: int, sample: int, prompt: Sequence[int]) -> int:
-    """The key of a sample's random numbers, which follows from its prompt's ids, not from other prompts."""
-    text = f"{seed} {sample} {' '.join(map(str, prompt))}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+def streams(seed: int, samples: Sequence[int], prompt: Sequence[int]) -> list[int]:
+    """The keys of samples' random numbers, which follow from the prompt's ids, not from other prompts."""
+    text = " ".join(map(str, prompt)).encode()
+
+    def key(sample: int) -> int:
+        hashed = blake2b(f"{seed} {sample} ".encode(), digest_size=8)
+        hashed.update(text)
+        return int.from_bytes(hashed.digest(), "big") >> 1
+
+    return [key(sample) for sample in samples]
 
 
 def drawn(key: int, place: int) -> float:
@@ -144,6 +150,8 @@ class Request:
         grammar: that the text conforms to, see :mod:`hexad.generation.grammars`; None for any text.
         min_tokens: new ids before which neither ``ends`` nor ``stop`` end it.
         shown: special tokens that are part of the text.
+        key: of its random numbers, see :func:`streams`; None: it is computed when the request is begun, which
+            takes a while for a long prompt.
     """
 
     prompt: tuple[int, ...]
@@ -157,6 +165,7 @@ class Request:
     grammar: str | None = None
     min_tokens: int = 0
     shown: frozenset[int] = frozenset()
+    key: int | None = None
 
     @property
     def longest(self) -> int:

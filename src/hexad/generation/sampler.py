@@ -1,7 +1,7 @@
 """Choosing the next tokens of many sequences from their logits, and the log-probabilities of given ones.
 
 A sequence's random numbers follow from its seed, its prompt and the number of the token, not from what is
-computed beside it: see :func:`~hexad.generation.requests.stream`.
+computed beside it: see :func:`~hexad.generation.requests.streams`.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from torch import Tensor
 from hexad.config import NOT_FINITE
 from hexad.parallel import exact
 
-from .requests import Logprob, Request, drawn, stream
+from .requests import Logprob, Request, drawn, streams
 
 
 class Constraint(Protocol):
@@ -75,7 +75,9 @@ class Sampler:
 
     def open(self, number: int, request: Request) -> None:
         """Prepare for a sequence."""
-        key = stream(request.sampling.seed, request.sample, request.prompt)
+        key = request.key
+        if key is None:
+            (key,) = streams(request.sampling.seed, [request.sample], request.prompt)
         constraint = None if request.grammar is None else self._constrain(request.grammar)
         self._states[number] = _State(request, key, constraint)
 

@@ -10,7 +10,7 @@ from hexad.config import ConfigError, HexadError, counted, did_you_mean, in_pyth
 
 from .grammars import of_schema, schema_text
 from .prompts import Prompt, PromptEncoder
-from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling
+from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling, streams
 
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
 _MOST_STOP_IDS = 1024
@@ -190,7 +190,8 @@ class Wanted:
             min_tokens=self.min_tokens,
             shown=shown,
         )
-        return [replace(request, sample=sample) for sample in range(self.samples)]
+        keys = streams(self.sampling.seed, range(self.samples), ids)
+        return [replace(request, sample=sample, key=key) for sample, key in enumerate(keys)]
 
 
 class Settings(TypedDict, total=False):

@@ -25,7 +25,7 @@ log = logging.getLogger("hexad")
 
 PUBLIC = ("/", "/health", "/metrics")
 """Paths that need no key."""
-_SMALL = 64 * 2**10
+SMALL = 64 * 2**10
 """Bytes of a request that is read however much others hold."""
 _HOST = re.compile(r"(?:\[([^\]]*)\]|([^\[\]:]*))(?::\d*)?")
 _MOST_PARTS = 250_000
@@ -159,10 +159,10 @@ class Room:
 
     def check(self, size: int) -> None:
         """Refuse more than is left; small requests always have room."""
-        if size > max(self.limit, _SMALL):
+        if size > max(self.limit, SMALL):
             text = f"needs {size:,} bytes, more than the {self.limit:,} of inference.held_mib"
             raise Refused(400, text, code="request_too_large")
-        if size > _SMALL and self.held + size > self.limit:
+        if size > SMALL and self.held + size > self.limit:
             raise too_many(f"the requests under way hold {self.held:,} of {self.limit:,} bytes")
 
 
@@ -197,7 +197,7 @@ async def body(scope: Scope, receive: Receive, largest: int, room: Room) -> Asyn
             size += len(parts[-1])
             room.held += len(parts[-1])
             more = message.get("more_body", False)
-            if size > _SMALL and room.held > room.limit:
+            if size > SMALL and room.held > room.limit:
                 raise too_many(f"the requests under way hold {room.held:,} of {room.limit:,} bytes")
         yield b"".join(parts)
     finally:

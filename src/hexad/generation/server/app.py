@@ -25,7 +25,7 @@ from ..grammars import json_schema
 from ..prompts import Prompt
 from ..requests import Request as TextRequest
 from ..requests import Update
-from .access import ClientLeft, Guard, Room, body, parsed
+from .access import SMALL, ClientLeft, Guard, Room, body, parsed
 from .errors import ContextExceeded, Refused, about, refusal, too_many
 from .forms import ChatForm, CompletionForm, EventStream, Texts
 from .protocol import Body, ChatRequest, CompletionRequest, read
@@ -35,8 +35,8 @@ from .tools import ToolFormat
 log = logging.getLogger("hexad")
 T = TypeVar("T")
 
-_THREADS = 4
-"""Requests that are prepared at once."""
+_THREADS = 3
+"""Small requests that are prepared at once, and as many large ones."""
 _ID_BYTES, _LOGPROB_BYTES = 80, 160
 """What the server keeps of a token: its id, in the request and in the sequence; a log-probability."""
 _MOST_NAMES = 50
@@ -128,7 +128,10 @@ class _Pages:
         settings: InferenceSettings = service.generator.saved.config.inference
         self._largest = settings.body_mib * 2**20
         self._room = Room(settings.requests_mib * 2**20)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hexad-requests")
+        # Small requests do not wait for large ones.
+        self._threads, self._others = (
+            ThreadPoolExecutor(_THREADS, f"hexad-{size}") for size in ("small", "large")
+        )
         self._ignored: set[str] = set()
 
     def check_model(self, model: str) -> None:
@@ -148,7 +151,8 @@ class _Pages:
         try:
             async with body(request.scope, request.receive, self._largest, self._room) as content:
                 # Long texts take a while, in which other streams must not stop.
-                prepared = await loop.run_in_executor(self._threads, self._prepared, kind, content)
+                threads = self._threads if len(content) <= SMALL else self._others
+                prepared = await loop.run_in_executor(threads, self._prepared, kind, content)
         except HexadError as error:
             raise refusal(error) from None
         except ClientLeft:
@@ -173,7 +177,7 @@ class _Pages:
         if streaming:
             return EventStream(texts.events(first, stream))
         # Naming the tokens of long prompts takes a while, too.
-        answered = await loop.run_in_executor(self._threads, texts.content)
+        answered = await loop.run_in_executor(self._others, texts.content)
         return Response(answered, media_type="application/json")
 
     async def _stream(self, prepared: _Prepared) -> AsyncIterator[tuple[int, Update]]:

@@ -177,7 +177,8 @@ class _Pages:
         if streaming:
             return EventStream(texts.events(first, stream))
         # Naming the tokens of long prompts takes a while, too.
-        answered = await loop.run_in_executor(self._others, texts.content)
+        threads = self._threads if prepared.size <= SMALL else self._others
+        answered = await loop.run_in_executor(threads, texts.content)
         return Response(answered, media_type="application/json")
 
     async def _stream(self, prepared: _Prepared) -> AsyncIterator[tuple[int, Update]]:

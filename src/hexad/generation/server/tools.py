@@ -173,11 +173,11 @@ def _answer(template: ChatTemplate, calls: int) -> str:
     parameters = {"type": "object", "properties": {_KEY: {"type": "string", "description": "-"}}}
     described = {"description": "-", "parameters": {**parameters, "required": [_KEY]}}
     tools = [{"type": "function", "function": {"name": name, **described}} for name in _NAMES]
-    made = [
+    listed = [
         {"type": "function", "id": f"{_ID}{n}", "function": {"name": _NAMES[n], "arguments": _VALUE}}
         for n in range(calls)
     ]
-    answers: list[dict[str, Any]] = [{"content": _TEXT}, {"content": "", "tool_calls": made}]
+    answers: list[dict[str, Any]] = [{"content": _TEXT}, {"content": "", "tool_calls": listed}]
     question = {"role": "user", "content": "-"}
     plain, text = (
         template.render([question, {"role": "assistant", **answer}], tools=tools) for answer in answers
@@ -227,10 +227,10 @@ class _Spelled(NamedTuple):
         place = text.find(name)
         for spaced in (True, False):
             value = json.dumps(_VALUE, separators=(", ", ": ") if spaced else (",", ":"))
-            found = text.find(value, place)
-            if place < 0 or found < 0:
+            behind = text.find(value, place)
+            if place < 0 or behind < 0:
                 continue
-            names, arguments = (place, place + len(name)), (found, found + len(value))
+            names, arguments = (place, place + len(name)), (behind, behind + len(value))
             start = text.rfind("{", 0, place)
             stop = _end_of_json(text, start) if start >= 0 else None
             if stop is not None and stop >= arguments[1]:

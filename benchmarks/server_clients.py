@@ -3,9 +3,9 @@
     python benchmarks/server_clients.py [--families hermes llama mistral "mistral 11"] [--output FILE.json]
 
 OpenAI's client is needed; LangChain (`langchain-openai`) and `instructor` are tried if they are
-installed. The models have random weights and the chat templates of `tests/generation/tool_models.py`. What they write
-follows from grammars alone: where a schema allows other properties, they fill an answer with them, which
-then ends at its number of tokens, without a complete call (`length`, or nothing found).
+installed. The models have random weights and the chat templates of `tests/generation/tool_models.py`. What
+they write follows from grammars alone: where a schema allows other properties, they fill an answer with them,
+which then ends at its number of tokens, without a complete call (`length`, or nothing found).
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ class ToolFormat:
         return [number for token, number in specials.items() if token in text]
 
     def calls(self, text: str) -> tuple[str, list[Call]]:
-        """The text before the calls of an answer, and the calls; none if it ends with something else."""
+        """The text of an answer beside its calls, and the calls. Where they begin with nothing, an answer is
+        either text or calls."""
         place = text.find(self.marker)
         if place < 0 or (not self.marker and not text.lstrip().startswith("{")):
             return text, []
@@ -95,7 +96,10 @@ class ToolFormat:
             call, place = read
             calls.append(call)
             place = self._passed(text, place)
-        return (content.rstrip(), calls) if calls and not text[place:].strip() else (text, [])
+        rest = text[place:].strip()
+        if not calls or (rest and not self.marker):
+            return text, []
+        return "\n".join(filter(None, (content.rstrip(), rest))), calls
 
     def _passed(self, text: str, place: int) -> int:
         """The place behind what stands between calls, or behind the last."""

@@ -26,7 +26,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         )
         return DemoData(train, validation, tokenizer, 4096, 1000, 7.0)
 
-    def start(command: str, request: dict[str, Any], ranks: int) -> int:
+    def start(command: str, request: dict[str, Any], ranks: int, run_dir: str) -> int:
+        assert request["path"].startswith(run_dir)
         arguments.append([request["path"], *request["overrides"]])
         return 0
 

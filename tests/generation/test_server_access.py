@@ -110,7 +110,7 @@ def test_what_fails_is_counted_and_answered() -> None:
 def read(parts: list[bytes], headers: dict[str, str], room: Room, largest: int = 10**6) -> bytes:
     """The body that a client sends in parts."""
 
-    before = room.held
+    before = room.used
 
     async def reading() -> bytes:
         messages = [
@@ -123,7 +123,7 @@ def read(parts: list[bytes], headers: dict[str, str], room: Room, largest: int =
 
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         async with body({"type": "http", "headers": raw}, receive, largest, room) as content:
-            assert room.held == before + len(content)
+            assert room.used == before + len(content)
             return content
 
     return asyncio.run(reading())
@@ -132,18 +132,18 @@ def read(parts: list[bytes], headers: dict[str, str], room: Room, largest: int =
 def test_bodies_take_room_until_they_are_used() -> None:
     room = Room(200_000)
     assert read([b"a" * 50_000] * 3, {"Content-Length": "150000"}, room) == b"a" * 150_000
-    assert room.held == 0
+    assert room.used == 0
     with room.taken(150_000):
         with pytest.raises(Refused) as full:
             read([b"a" * 50_000] * 2, {"Content-Length": "100000"}, room)
-        assert full.value.status == 429 and room.held == 150_000
+        assert full.value.status == 429 and room.used == 150_000
         assert read([b"a" * 1000], {"Content-Length": "1000"}, room)  # a small one always has room
         with pytest.raises(Refused, match="hold 150,000 of 200,000") as full, room.taken(100_000):
             pass
         assert full.value.status == 429
     with pytest.raises(Refused, match="more than the 200,000") as never, room.taken(300_000):
         pass
-    assert never.value.status == 400 and room.held == 0
+    assert never.value.status == 400 and room.used == 0
 
 
 @pytest.mark.parametrize(

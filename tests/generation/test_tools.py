@@ -71,6 +71,9 @@ def test_what_a_template_writes_is_read(family: str) -> None:
         assert form.calls(text) == ("", calls)
         if form.marker:
             assert form.calls(f"Let me see.\n\n{text}") == ("Let me see.", calls)
+            assert form.calls(f"See:\n{text}\nDone.") == ("See:\nDone.", calls)
+        else:
+            assert form.calls(f"{text} Done.") == (f"{text} Done.", [])
     for text in ("", "Hello {", "<tool", "[TOOL", '{"name": 3}', f"{form.begin}{{", f"{form.begin}x"):
         assert form.calls(text) == (text, [])
 

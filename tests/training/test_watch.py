@@ -151,6 +151,7 @@ def agent(tmp_path: Path, ends: dict[int, tuple[int, str]], **state: set[int]) -
         failures[rank] = SimpleNamespace(exitcode=status, pid=100 + rank, error_file=path, timestamp=rank)
     made: Any = object.__new__(_Agent)
     made._ended_by_us, made._stopped, made._killed = set(), set(), set()
+    made._run_dir = str(tmp_path)
     vars(made).update({f"_{name}": value for name, value in state.items()})
     return made.failure(SimpleNamespace(failures=failures))
 
@@ -162,6 +163,10 @@ def test_an_abort_after_a_timeout_is_reported_as_a_timeout(tmp_path: Path) -> No
     assert failure.message is not None and failure.status == 1
     assert failure.message.startswith(f"rank 0 (process 100) was aborted by torch's watchdog: {message}")
     assert "; rank 1 hung; " in failure.message and "SIGABRT" not in failure.message
+    assert "log-rank" not in failure.message
+    (tmp_path / "log-rank1.txt").touch()
+    failure = agent(tmp_path, ends, ended_by_us={1}, killed={1})
+    assert failure.message is not None and f"(log-rank*.txt in {tmp_path})" in failure.message
     # A rank that was killed is what the others waited for.
     failure = agent(tmp_path, {0: ends[0], 1: (-signal.SIGSEGV, "")})
     assert failure.message is not None and "rank 1 (process 101) was killed by SIGSEGV" in failure.message

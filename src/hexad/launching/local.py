@@ -155,8 +155,8 @@ class _Agent(LocalElasticAgent):
     def _named_logs(self, rank: int | None) -> str:
         """Where the log of a rank is, or those of all, if they exist: those of a generation do not."""
         name = f"log-rank{'*' if rank is None else rank}.txt"
-        found = self._run_dir is not None and any(Path(self._run_dir).glob(name))
-        return f" ({name} in {self._run_dir})" if found else ""
+        exists = self._run_dir is not None and any(Path(self._run_dir).glob(name))
+        return f" ({name} in {self._run_dir})" if exists else ""
 
 
 def _names(ranks: set[int]) -> str:

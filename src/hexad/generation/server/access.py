@@ -134,14 +134,14 @@ class Room:
     """The memory that requests may take, from their first byte to the end of their answers.
 
     Attributes:
-        held: bytes that are taken.
+        used: bytes that are taken.
 
     Args:
         limit: bytes of all requests.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.held = limit, 0
+        self.limit, self.used = limit, 0
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
@@ -151,19 +151,19 @@ class Room:
             Refused: so many are not left, or never will be.
         """
         self.check(size)
-        self.held += size
+        self.used += size
         try:
             yield
         finally:
-            self.held -= size
+            self.used -= size
 
     def check(self, size: int) -> None:
         """Refuse more than is left; small requests always have room."""
         if size > max(self.limit, SMALL):
             text = f"needs {size:,} bytes, more than the {self.limit:,} of inference.held_mib"
             raise Refused(400, text, code="request_too_large")
-        if size > SMALL and self.held + size > self.limit:
-            raise too_many(f"the requests under way hold {self.held:,} of {self.limit:,} bytes")
+        if size > SMALL and self.used + size > self.limit:
+            raise too_many(f"the requests under way hold {self.used:,} of {self.limit:,} bytes")
 
 
 @asynccontextmanager
@@ -195,13 +195,13 @@ async def body(scope: Scope, receive: Receive, largest: int, room: Room) -> Asyn
                 raise ClientLeft
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            room.held += len(parts[-1])
+            room.used += len(parts[-1])
             more = message.get("more_body", False)
-            if size > SMALL and room.held > room.limit:
-                raise too_many(f"the requests under way hold {room.held:,} of {room.limit:,} bytes")
+            if size > SMALL and room.used > room.limit:
+                raise too_many(f"the requests under way hold {room.used:,} of {room.limit:,} bytes")
         yield b"".join(parts)
     finally:
-        room.held -= size
+        room.used -= size
 
 
 class ClientLeft(Exception):

@@ -209,20 +209,20 @@ class _Pages:
             constraints.check(asked[1], asked[0])
         encoded = [self._ids(prompt, n, body) for n, prompt in enumerate(prompts)]
         longest = max(map(len, encoded))
-        wanted = body.wanted(self._limit - longest, None if asked is None else asked[1])
-        if longest + wanted.tokens > self._limit:
-            raise self._exceeded(body, longest, wanted.tokens)
-        requests = self.service.generator.requests([{"prompt": [*ids]} for ids in encoded], wanted)
+        settings = body.wanted(self._limit - longest, None if asked is None else asked[1])
+        if longest + settings.tokens > self._limit:
+            raise self._exceeded(body, longest, settings.tokens)
+        plain = self.service.generator.requests([{"prompt": [*ids]} for ids in encoded], settings)
         ends = [self.service.generator.encoder.ends(prompt) for prompt in prompts]
-        made = [
+        requests = [
             replace(
                 request,
-                ends=request.ends | (frozenset() if wanted.ignore_eos else ends[number]),
+                ends=request.ends | (frozenset() if settings.ignore_eos else ends[number]),
                 shown=request.shown | shown,
             )
-            for number, _, request in requests
+            for number, _, request in plain
         ]
-        return _Prepared(form, made, encoded, _bytes(encoded, made, bool(body.stream)))
+        return _Prepared(form, requests, encoded, _bytes(encoded, requests, bool(body.stream)))
 
     def _ids(self, prompt: Prompt, number: int, body: Body) -> tuple[int, ...]:
         """The ids of a prompt, if it is not too long."""

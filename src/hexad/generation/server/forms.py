@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from starlette.responses import StreamingResponse
@@ -17,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from hexad.config import json_text
 from hexad.dataset.text.token_text import Label, TokenLabels, TokenText
 
+from ..prompts import Prompt
 from ..requests import Logprob, Request, Update
 from .errors import Refused
 from .protocol import ChatRequest, CompletionRequest
@@ -87,10 +89,16 @@ class CompletionForm:
         if not self.body.echo:
             return _Echo("")
         if prompt not in self._echoes:
-            written = self.body.prompts()[prompt]["prompt"]
+            written = self._prompts[prompt]["prompt"]
             followed = bool(text.tokens or (self.body.stream and self.body.max_tokens != 0))
-            self._echoes[prompt] = _Echo.of(self._tokens, written, text, followed)
+            named = isinstance(written, list) or self.body.logprobs is not None
+            echo = _Echo.of(self._tokens, written, text, followed) if named else _Echo(written)
+            self._echoes[prompt] = echo
         return self._echoes[prompt]
+
+    @cached_property
+    def _prompts(self) -> list[Prompt]:
+        return self.body.prompts()
 
 
 class ChatForm:
@@ -360,7 +368,9 @@ class Texts:
         yield b"data: [DONE]\n\n"
 
     async def _events(self, entry: tuple[int, Update], usage: bool) -> list[bytes]:
-        if entry[1].prompt_logprobs is None:
+        place, update = entry
+        echo = isinstance(self._form, CompletionForm) and self._form.body.echo
+        if update.prompt_logprobs is None and (not echo or self._texts[place].begun):
             return self._chunks(entry, usage)
         # Naming the tokens of a long prompt takes a while, in which others must not stop.
         return await asyncio.to_thread(self._chunks, entry, usage)

@@ -85,7 +85,8 @@ class ToolFormat:
         return [number for token, number in specials.items() if token in text]
 
     def calls(self, text: str) -> tuple[str, list[Call]]:
-        """The text before the calls of an answer, and the calls; none if it ends with something else."""
+        """The text of an answer beside its calls, and the calls. Where they begin with nothing, an answer is
+        either text or calls."""
         place = text.find(self.marker)
         if place < 0 or (not self.marker and not text.lstrip().startswith("{")):
             return text, []
@@ -95,7 +96,10 @@ class ToolFormat:
             call, place = read
             calls.append(call)
             place = self._passed(text, place)
-        return (content.rstrip(), calls) if calls and not text[place:].strip() else (text, [])
+        rest = text[place:].strip()
+        if not calls or (rest and not self.marker):
+            return text, []
+        return "\n".join(filter(None, (content.rstrip(), rest))), calls
 
     def _passed(self, text: str, place: int) -> int:
         """The place behind what stands between calls, or behind the last."""
@@ -173,11 +177,11 @@ def _answer(template: ChatTemplate, calls: int) -> str:
     parameters = {"type": "object", "properties": {_KEY: {"type": "string", "description": "-"}}}
     described = {"description": "-", "parameters": {**parameters, "required": [_KEY]}}
     tools = [{"type": "function", "function": {"name": name, **described}} for name in _NAMES]
-    made = [
+    listed = [
         {"type": "function", "id": f"{_ID}{n}", "function": {"name": _NAMES[n], "arguments": _VALUE}}
         for n in range(calls)
     ]
-    answers: list[dict[str, Any]] = [{"content": _TEXT}, {"content": "", "tool_calls": made}]
+    answers: list[dict[str, Any]] = [{"content": _TEXT}, {"content": "", "tool_calls": listed}]
     question = {"role": "user", "content": "-"}
     plain, text = (
         template.render([question, {"role": "assistant", **answer}], tools=tools) for answer in answers
@@ -227,10 +231,10 @@ class _Spelled(NamedTuple):
         place = text.find(name)
         for spaced in (True, False):
             value = json.dumps(_VALUE, separators=(", ", ": ") if spaced else (",", ":"))
-            found = text.find(value, place)
-            if place < 0 or found < 0:
+            behind = text.find(value, place)
+            if place < 0 or behind < 0:
                 continue
-            names, arguments = (place, place + len(name)), (found, found + len(value))
+            names, arguments = (place, place + len(name)), (behind, behind + len(value))
             start = text.rfind("{", 0, place)
             stop = _end_of_json(text, start) if start >= 0 else None
             if stop is not None and stop >= arguments[1]:

@@ -108,12 +108,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         "zero.Init neither shards parameters nor joins the process group; initialize does",
     ),
     (
-        r"test_ext_param_getattr",
-        r"read by a module that does not hold it",
-        "differs",
-        "a weight that another module reads is gathered after register_external_parameter only",
-    ),
-    (
         r"contiguous_checkpointing_requires",
         r"DID NOT RAISE",
         "differs",

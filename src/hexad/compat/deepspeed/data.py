@@ -37,6 +37,10 @@ class Loader(DataLoader[Any]):
         return self._endless
 
 
+DeepSpeedDataLoader = Loader
+"""DeepSpeed's name: scripts ask whether a loader is one. An engine makes them (``deepspeed_io``)."""
+
+
 class RepeatingLoader:
     """Restarts a loader when it is exhausted."""
 

@@ -224,16 +224,9 @@ def read_empty(parameter: Tensor) -> Tensor:
     return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def refuse_external(parameter: Tensor) -> Tensor:
-    """What is read of a parameter that is not gathered, in a forward pass: an error."""
-    raise HexadError(
-        f"parameter of shape {tuple(parameter.shape)}: read by a module that does not hold it (ZeRO 3); call "
-        "deepspeed.zero.register_external_parameter(module, parameter) before initialize"
-    )
-
-
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Gather another module's parameter too while ``module`` runs (ZeRO 3); call it before ``initialize``."""
+    """Gather another module's parameter too while ``module`` runs (ZeRO 3); call it before ``initialize``.
+    Without it, the parameter is gathered when it is read, and stays until the backward pass is over."""
     module.external_parameters = [*getattr(module, "external_parameters", ()), parameter]  # type: ignore[assignment]
 
 

@@ -314,6 +314,17 @@ def test_refused(more: str, field: str, text: str) -> None:
     assert error.field == field and text in str(error), str(error)
 
 
+def test_all_unknown_flags_are_named_at_once() -> None:
+    """In their order, each once, before what else is wrong with the line."""
+    line = "--num-layer 2 --spam a b --optimizer sgd --eggs=3 --spam -1 --hidden-siz 64 --num-layers two"
+    error = problem(*SMALL, *line.split())
+    assert error.field == "--num-layer, --spam, --eggs, --hidden-siz"
+    assert error.problem == (
+        "not flags of Megatron-LM that Hexad knows (did you mean '--num-layers', '--hidden-size'?)"
+    )
+    assert "did you mean" not in str(problem(*SMALL, "--spam", "--eggs"))
+
+
 def test_every_refused_flag_is_refused() -> None:
     for flag in {id(flag): flag for flag in FLAGS.values()}.values():
         if flag.effect == "refused":

@@ -2,10 +2,12 @@
 computes from them before anything else reads them. No torch."""
 
 import argparse
+import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
@@ -61,8 +63,8 @@ def parse(
         others: options of the command, which an unknown flag may mean.
 
     Raises:
-        ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
-            honour.
+        ConfigError: flags that are not known, all of them, with the nearest known ones; a flag that is
+            malformed or that Hexad cannot honour.
     """
     parser: argparse.ArgumentParser = _Parser(prog="hexad megatron --", allow_abbrev=False, add_help=False)
     for title, group in GROUPS.items():
@@ -72,9 +74,13 @@ def parse(
     if extra is not None:
         extended = extra(parser)
         parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
-    arguments, unknown = parser.parse_known_args(list(words))
+    known = {option for action in parser._actions for option in action.option_strings}
+    line, unknown = _without_unknown(words, known)
     if unknown and not ignore_unknown:
-        raise _unknown(unknown[0], parser, others)
+        raise _unknown(list(unknown), known, others)
+    arguments, strays = parser.parse_known_args(line)
+    if strays and not ignore_unknown:
+        raise ConfigError("hexad megatron", f"found the word {strays[0]!r} where a flag is expected")
     attributes, written = vars(arguments), frozenset(vars(arguments))
     flags = list(dict.fromkeys(FLAGS.values()))
     for flag in flags:
@@ -109,15 +115,42 @@ def _differs(flag: Flag, value: Any) -> bool:
     return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) -> ConfigError:
-    """The error for a word that no flag takes."""
-    if not word.startswith("-"):
-        return ConfigError("hexad megatron", f"found the word {word!r} where a flag is expected")
-    name = word.partition("=")[0]
-    if name in others:
-        return ConfigError(name, "an option of hexad megatron; give it before --")
-    known = {*others, *(option for action in parser._actions for option in action.option_strings)}
-    return ConfigError(name, f"not a flag of Megatron-LM that Hexad knows{did_you_mean(name, known)}")
+def _is_flag(word: str) -> bool:
+    """Whether argparse takes a word for a flag."""
+    return word.startswith("-") and " " not in word and not re.fullmatch(r"-|--|-\d+|-\d*\.\d+", word)
+
+
+def _without_unknown(words: Sequence[str], known: Container[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The words of known flags, and the other flags with their values."""
+    kept: list[str] = []
+    unknown: dict[str, list[str]] = {}
+    values = kept
+    for word in words:
+        if _is_flag(word):
+            name, _, value = word.partition("=")
+            values = kept if name in known else unknown.setdefault(name, [])
+            if name not in known:
+                values += [value] if value else []
+                continue
+        values.append(word)
+    return kept, unknown
+
+
+def _unknown(names: Sequence[str], known: Collection[str], others: Sequence[str]) -> ConfigError:
+    """The error for flags that are not known."""
+    if names[0] in others:
+        return ConfigError(names[0], "an option of hexad megatron; give it before --")
+    options = {*others, *known}
+    if len(names) == 1:
+        problem = f"not a flag of Megatron-LM that Hexad knows{did_you_mean(names[0], options)}"
+        return ConfigError(names[0], problem)
+    near = [match for name in names for match in get_close_matches(name, options, n=1, cutoff=_CLOSE)]
+    meant = f" (did you mean {', '.join(map(repr, dict.fromkeys(near)))}?)" if near else ""
+    return ConfigError(", ".join(names), f"not flags of Megatron-LM that Hexad knows{meant}")
+
+
+_CLOSE = 0.8
+"""Similarity of a flag that one of several unknown ones may mean."""
 
 
 @contextmanager

@@ -320,9 +320,30 @@ def test_all_unknown_flags_are_named_at_once() -> None:
     error = problem(*SMALL, *line.split())
     assert error.field == "--num-layer, --spam, --eggs, --hidden-siz"
     assert error.problem == (
-        "not flags of Megatron-LM that Hexad knows (did you mean '--num-layers', '--hidden-size'?)"
+        "not flags of Megatron-LM that Hexad knows (did you mean '--num-layers', '--hidden-size'?); "
+        "correct them, or ignore them with --ignore --num-layer,--spam,--eggs,--hidden-siz"
     )
     assert "did you mean" not in str(problem(*SMALL, "--spam", "--eggs"))
+
+
+def test_ignored_flags() -> None:
+    """Known or not, with their values in either form; each is reported, also one that is not on the line."""
+    spare = "--spam a b --eggs=3 --squared-relu --num-experts 8 --ham -1"
+    line = [*SMALL[:4], *spare.split(), *SMALL[4:]]
+    translation = translate(line, ignore=["--spam,eggs", "--squared-relu, --num-experts,--ham", "--absent"])
+    assert translation.tree == translate(SMALL).tree
+    assert translation.notes[:2] == (
+        "--spam a b, --eggs 3, --squared-relu, --num-experts 8, --ham -1: ignored",
+        "--absent: to be ignored, but not on the line",
+    )
+    with pytest.raises(
+        ConfigError, match=r"--ham: not a flag .*; correct it, or ignore it with --ignore --ham"
+    ):
+        translate(line, ignore=["--spam,--eggs,--squared-relu,--num-experts"])
+    with pytest.raises(ConfigError, match="--num-layers: is missing"):
+        translate(SMALL, ignore=["--num-layers"])
+    notes = parse([*SMALL, "--what", "3"], ignore_unknown=True).notes
+    assert "--what 3: ignored" in notes
 
 
 def test_every_refused_flag_is_refused() -> None:

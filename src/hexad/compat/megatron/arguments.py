@@ -4,7 +4,7 @@ computes from them before anything else reads them. No torch."""
 import argparse
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +14,7 @@ from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.config.schema import BatchSettings
 
 from .flags import FLAGS, GROUPS, Flag, alternatives
+from .forks import as_megatron
 
 ExtraArguments = Callable[[argparse.ArgumentParser], object]
 """Adds flags to the parser that it is called with, and may return another one."""
@@ -52,6 +53,7 @@ def parse(
     extra: ExtraArguments | None = None,
     ignore_unknown: bool = False,
     others: Sequence[str] = (),
+    ignore: Iterable[str] = (),
 ) -> Line:
     """Read a launch line.
 
@@ -61,6 +63,7 @@ def parse(
         extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
         ignore_unknown: ignore unknown flags.
         others: options of the command, which an unknown flag may mean.
+        ignore: flags to ignore with their values, known or not; a text may name several, separated by commas.
 
     Raises:
         ConfigError: flags that are not known, all of them, with the nearest known ones; a flag that is
@@ -75,7 +78,11 @@ def parse(
         extended = extra(parser)
         parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
     known = {option for action in parser._actions for option in action.option_strings}
-    line, unknown = _without_unknown(words, known)
+    names = {
+        f"--{name.strip().removeprefix('--')}" for text in ignore for name in text.split(",") if name.strip()
+    }
+    line, ignored = _without(words, names)
+    line, unknown = _without(line, known, keep=True)
     if unknown and not ignore_unknown:
         raise _unknown(list(unknown), known, others)
     arguments, strays = parser.parse_known_args(line)
@@ -89,13 +96,15 @@ def parse(
     for name, value in (defaults or {}).items():
         if attributes.get(name) is None:
             attributes[name] = value
+    if attributes["deepspeed"] and attributes["num_experts"] == [1]:  # Megatron-DeepSpeed's default: dense
+        attributes["num_experts"] = None
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
     for flag in given:
         if flag.effect == "refused":
             shown_value = f"found {shown(attributes[flag.attribute])}, but " if flag.kind is not bool else ""
             raise ConfigError(flag.name, f"{shown_value}{flag.note}; leave it out")
     notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
-    return Line(arguments, given, written, notes)
+    return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
 
 
 def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -120,33 +129,47 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and " " not in word and not re.fullmatch(r"-|--|-\d+|-\d*\.\d+", word)
 
 
-def _without_unknown(words: Sequence[str], known: Container[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The words of known flags, and the other flags with their values."""
+def _without(
+    words: Sequence[str], flags: Container[str], keep: bool = False
+) -> tuple[list[str], dict[str, list[str]]]:
+    """The words without these flags, or with ``keep`` of these only; and what is left out, by flag."""
     kept: list[str] = []
-    unknown: dict[str, list[str]] = {}
+    removed: dict[str, list[str]] = {}
     values = kept
     for word in words:
-        if _is_flag(word):
-            name, _, value = word.partition("=")
-            values = kept if name in known else unknown.setdefault(name, [])
-            if name not in known:
-                values += [value] if value else []
-                continue
-        values.append(word)
-    return kept, unknown
+        name, _, value = word.partition("=")
+        if not _is_flag(word):
+            values.append(word)
+        elif (name in flags) == keep:
+            values = kept
+            kept.append(word)
+        else:
+            values = removed.setdefault(name, [])
+            values += [value] if value else []
+    return kept, removed
+
+
+def _ignored(flags: Mapping[str, Sequence[str]], named: Collection[str]) -> tuple[str, ...]:
+    """The notes on flags that are ignored, with their values, and on those that are not on the line."""
+    written = [" ".join((name, *values)) for name, values in flags.items()]
+    absent = sorted(name for name in named if name not in flags)
+    notes = ((written, "ignored"), (absent, "to be ignored, but not on the line"))
+    return tuple(f"{', '.join(names)}: {note}" for names, note in notes if names)
 
 
 def _unknown(names: Sequence[str], known: Collection[str], others: Sequence[str]) -> ConfigError:
     """The error for flags that are not known."""
-    if names[0] in others:
-        return ConfigError(names[0], "an option of hexad megatron; give it before --")
+    own = next((name for name in names if name in others), None)
+    if own is not None:
+        return ConfigError(own, "an option of hexad megatron; give it before --")
     options = {*others, *known}
     if len(names) == 1:
         problem = f"not a flag of Megatron-LM that Hexad knows{did_you_mean(names[0], options)}"
-        return ConfigError(names[0], problem)
+        return ConfigError(names[0], f"{problem}; correct it, or ignore it with --ignore {names[0]}")
     near = [match for name in names for match in get_close_matches(name, options, n=1, cutoff=_CLOSE)]
     meant = f" (did you mean {', '.join(map(repr, dict.fromkeys(near)))}?)" if near else ""
-    return ConfigError(", ".join(names), f"not flags of Megatron-LM that Hexad knows{meant}")
+    fix = f"correct them, or ignore them with --ignore {','.join(names)}"
+    return ConfigError(", ".join(names), f"not flags of Megatron-LM that Hexad knows{meant}; {fix}")
 
 
 _CLOSE = 0.8
@@ -208,7 +231,6 @@ _POSITIVE = (
     "--context-parallel-size",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
-    "--recompute-num-layers",
     "--ddp-bucket-size",
 )
 """Flags without which a line is complete, and whose numbers are at least 1."""
@@ -230,6 +252,7 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
             raise ConfigError(name, "is missing; give it")
         if value is not None and value < 1 and FLAGS[name].kind is int:
             raise ConfigError(name, f"found {value}, expected at least 1")
+    as_megatron(arguments)
     _layout(arguments, world)
     _model(arguments)
     _exclude(arguments, "--fp16", "--bf16")

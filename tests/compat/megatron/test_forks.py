@@ -64,7 +64,18 @@ def test_forks_have_flags_of_their_own() -> None:
             {"family": "llama", "ffn_hidden": 256},
         ),
         ("--normalization layernorm", "model", {"family": "gpt2"}),
+        (
+            f"{ROPE} --spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec",
+            "model",
+            {"family": "llama"},
+        ),
         ("--attention-head-type multiquery", "model", {"kv_heads": 1}),
+        ("--activations-checkpoint-method uniform", "memory", {"recompute": "full"}),
+        (
+            "--activations-checkpoint-method block --activations-checkpoint-num-layers 2",
+            "memory",
+            {"recompute": "full", "recompute_layers": 2},
+        ),
         ("--n-head-kv 2", "model", {"kv_heads": 2}),
         ("--intermediate-size 96", "model", {"ffn_hidden": 96}),
         ("--input-embeddings-multiplier 3", "model", {"embedding_multiplier": 3.0}),
@@ -118,6 +129,7 @@ def test_mindspeed_loads_a_hugging_face_model() -> None:
     ("more", "field", "text"),
     [
         ("--glu-activation geglu", "--glu-activation", "invalid choice"),
+        ("--spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec", "--spec", "Llama's layers only"),
         ("--train-mode finetune", "--train-mode", "supervised fine-tuning"),
         ("--num-experts 8 16 --deepspeed", "--num-experts", "found 8 16, but experts"),
         ("--num-experts 1", "--num-experts", "found 1, but experts"),

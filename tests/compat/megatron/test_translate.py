@@ -326,6 +326,14 @@ def test_all_unknown_flags_are_named_at_once() -> None:
     assert "did you mean" not in str(problem(*SMALL, "--spam", "--eggs"))
 
 
+def test_flags_with_underscores() -> None:
+    """As some forks write them; values keep theirs."""
+    line = [word.replace("-", "_").replace("__", "--", 1) if word[:2] == "--" else word for word in SMALL]
+    assert "--num_layers" in line and translate(line).tree == translate(SMALL).tree
+    assert translate([*SMALL, "--save=my_run"]).tree["run"]["dir"] == "my_run"
+    assert problem(*SMALL, "--num_layer", "2").field == "--num_layer"
+
+
 def test_ignored_flags() -> None:
     """Known or not, with their values in either form; each is reported, also one that is not on the line."""
     spare = "--spam a b --eggs=3 --squared-relu --num-experts 8 --ham -1"

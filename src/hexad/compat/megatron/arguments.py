@@ -82,7 +82,7 @@ def parse(
         f"--{name.strip().removeprefix('--')}" for text in ignore for name in text.split(",") if name.strip()
     }
     line, ignored = _without(words, names)
-    line, unknown = _without(line, known, keep=True)
+    line, unknown = _without([_spelled(word, known) for word in line], known, keep=True)
     if unknown and not ignore_unknown:
         raise _unknown(list(unknown), known, others)
     arguments, strays = parser.parse_known_args(line)
@@ -127,6 +127,14 @@ def _differs(flag: Flag, value: Any) -> bool:
 def _is_flag(word: str) -> bool:
     """Whether argparse takes a word for a flag."""
     return word.startswith("-") and " " not in word and not re.fullmatch(r"-|--|-\d+|-\d*\.\d+", word)
+
+
+def _spelled(word: str, known: Container[str]) -> str:
+    """A word as it is, or a flag with hyphens in place of underscores, which some forks write."""
+    name, *value = word.split("=", 1)
+    hyphens = name.replace("_", "-")
+    spelled = hyphens if _is_flag(word) and name not in known and hyphens in known else name
+    return "=".join((spelled, *value))
 
 
 def _without(

@@ -6,6 +6,8 @@ from hexad.config import ConfigError
 
 _CONTEXT = {"ulysses_cp_algo": "a2a", "kvallgather_cp_algo": "allgather", "hybrid_cp_algo": "a2a+p2p"}
 """``--context-parallel-algo`` -> ``--cp-comm-type``."""
+_SPEC = "mindspeed_llm.tasks.models.spec.qwen3_spec"
+"""Megatron-LM's own layers, with the norms of ``--qk-layernorm`` if that is given."""
 _DEFAULT_TIMEOUT = 600.0
 """Of ``--distributed-timeout``, in seconds."""
 
@@ -16,6 +18,9 @@ def as_megatron(arguments: Namespace) -> None:
     Raises:
         ConfigError: flags that exclude each other or need another one.
     """
+    if arguments.spec is not None and not arguments.spec[0].endswith(_SPEC):
+        problem = f"found {' '.join(arguments.spec)}, but there are GPT-2's and Llama's layers only"
+        raise ConfigError("--spec", f"{problem}; leave it out")
     arguments.normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
         arguments.normalization, arguments.normalization
     )
@@ -23,6 +28,10 @@ def as_megatron(arguments: Namespace) -> None:
         if arguments.ffn_hidden_size is None:  # that of both halves, as without it
             arguments.ffn_hidden_size = 4 * arguments.hidden_size
         arguments.swiglu = True
+    if arguments.activations_checkpoint_method:
+        arguments.recompute_granularity = "full"
+        arguments.recompute_method = arguments.activations_checkpoint_method
+        arguments.recompute_num_layers = arguments.activations_checkpoint_num_layers
     if arguments.attention_head_type == "multiquery":
         arguments.group_query_attention, arguments.num_query_groups = True, 1
     if arguments.partial_rotary_factor:

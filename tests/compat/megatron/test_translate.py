@@ -1,5 +1,6 @@
 """Launch lines of Megatron-LM: published ones mean what they say, the rest is refused by name."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -438,6 +439,22 @@ def test_scripts_own_flags() -> None:
         8,
         1,
     )
+
+
+def test_a_script_may_have_flags_of_the_same_names_as_forks() -> None:
+    """Refused, without effect or an alias there; the script's own meaning here."""
+
+    def extra(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("own")
+        group.add_argument("--epochs", type=int, default=3)
+        group.add_argument("--temperature", type=float, default=1.0)
+        group.add_argument("--intermediate-size", type=int, dest="own_size")
+
+    line = parse([*SMALL, "--temperature", "0.5", "--intermediate-size", "96"], extra=extra)
+    assert (line.arguments.epochs, line.arguments.temperature, line.arguments.own_size) == (3, 0.5, 96)
+    assert line.arguments.ffn_hidden_size is None and not any("--temperature" in note for note in line.notes)
+    with pytest.raises(ConfigError, match="--epochs: found 3"):
+        parse([*SMALL, "--epochs", "3"])
 
 
 def test_every_flag_has_one_meaning() -> None:

@@ -69,14 +69,7 @@ def parse(
         ConfigError: flags that are not known, all of them, with the nearest known ones; a flag that is
             malformed or that Hexad cannot honour.
     """
-    parser: argparse.ArgumentParser = _Parser(prog="hexad megatron --", allow_abbrev=False, add_help=False)
-    for title, group in GROUPS.items():
-        section = parser.add_argument_group(title)
-        for flag in group:
-            _declare(section, flag)
-    if extra is not None:
-        extended = extra(parser)
-        parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
+    parser, flags = _parser(extra)
     known = {option for action in parser._actions for option in action.option_strings}
     names = {
         f"--{name.strip().removeprefix('--')}" for text in ignore for name in text.split(",") if name.strip()
@@ -89,8 +82,7 @@ def parse(
     if strays and not ignore_unknown:
         raise ConfigError("hexad megatron", f"found the word {strays[0]!r} where a flag is expected")
     attributes, written = vars(arguments), frozenset(vars(arguments))
-    flags = list(dict.fromkeys(FLAGS.values()))
-    for flag in flags:
+    for flag in FLAGS.values():
         value = list(flag.default) if isinstance(flag.default, tuple) else flag.default
         attributes.setdefault(flag.attribute, value)
     for name, value in (defaults or {}).items():
@@ -107,16 +99,32 @@ def parse(
     return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
 
 
-def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
+def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list[Flag]]:
+    """The parser, and the flags of which a script has none of its own with the same name."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="hexad megatron --", allow_abbrev=False, add_help=False, conflict_handler="resolve"
+    )
+    actions: list[argparse.Action] = []
+    for title, group in GROUPS.items():
+        section = parser.add_argument_group(title)
+        actions += [_declare(section, flag) for flag in group]
+    if extra is not None:
+        extended = extra(parser)
+        parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
+    ours = set(map(id, actions))
+    own = {name for action in parser._actions if id(action) not in ours for name in action.option_strings}
+    return parser, [flag for flag in dict.fromkeys(FLAGS.values()) if flag.name not in own]
+
+
+def _declare(section: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     names = (flag.name, *flag.aliases)
     rest: dict[str, Any] = {"dest": flag.attribute, "default": argparse.SUPPRESS}
     if f"--no-{flag.name.removeprefix('--')}" in flag.aliases:
-        section.add_argument(flag.name, action=argparse.BooleanOptionalAction, **rest)
-    elif flag.kind is bool:
-        section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
-    else:
-        rest |= {"nargs": "+"} if flag.several else {}
-        section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
+        return section.add_argument(flag.name, action=argparse.BooleanOptionalAction, **rest)
+    if flag.kind is bool:
+        return section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
+    rest |= {"nargs": "+"} if flag.several else {}
+    return section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
 
 
 def _differs(flag: Flag, value: Any) -> bool:

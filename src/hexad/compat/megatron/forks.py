@@ -35,7 +35,7 @@ def as_megatron(arguments: Namespace) -> None:
     if arguments.attention_head_type == "multiquery":
         arguments.group_query_attention, arguments.num_query_groups = True, 1
     if arguments.partial_rotary_factor:
-        arguments.rotary_percent = arguments.partial_rotary_factor
+        arguments.rotary_percent *= arguments.partial_rotary_factor
     if arguments.distributed_timeout != _DEFAULT_TIMEOUT:
         arguments.distributed_timeout_minutes = arguments.distributed_timeout / 60
     if arguments.patch_tokenizer_type and arguments.tokenizer_type is None:

@@ -1,10 +1,10 @@
-"""The table of Megatron-LM's flags in ``docs/megatron.md``."""
+"""The tables of flags in ``docs/megatron.md``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hexad.compat.megatron.flags import GROUPS, OTHERS, Flag, alternatives
+from hexad.compat.megatron.flags import FORKS, GROUPS, Flag, alternatives
 
 MEGATRON = Path(__file__).parent / "megatron.md"
 _BEGIN, _END = "<!-- flags:", "<!-- end of flags -->"
@@ -19,22 +19,32 @@ def megatron_page() -> str:
 
 def _tables() -> Iterator[str]:
     for title, flags in GROUPS.items():
-        if title == OTHERS:
-            continue
-        yield f"\n### {title}\n\n| Flag | Default | Hexad | |\n|---|---|---|---|\n"
-        for flag in flags:
+        if title == next(iter(FORKS)):
+            yield "\n## Flags of forks\n\nThat Megatron-LM does not have, or names otherwise.\n"
+        yield f"\n### {title}\n\n"
+        rows = [flag for flag in flags if flag.effect == "sets" or flag.target]
+        if rows:
+            yield "| Flag | Default | Hexad | |\n|---|---|---|---|\n"
+        for flag in rows:
             names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
             cells = (names, _default(flag), _target(flag), _note(flag))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-    yield f"\n### {OTHERS}\n\nThese set nothing: they have no effect, or are refused with another value than "
-    yield "their default.\n\n| | Flags |\n|---|---|\n"
+        others = [flag for flag in flags if flag not in rows]
+        if others:
+            yield from ("\n" if rows else "", *_reasons(others))
+    yield "\n"
+
+
+def _reasons(flags: Sequence[Flag]) -> Iterator[str]:
+    """The table of flags that set nothing, by the reason."""
+    yield "These set nothing: they have no effect, or are refused with another value than their default.\n\n"
+    yield "| | Flags |\n|---|---|\n"
     reasons: dict[tuple[str, str], list[str]] = {}
-    for flag in GROUPS[OTHERS]:
+    for flag in flags:
         reasons.setdefault((flag.effect, flag.note), []).append(f"`{flag.name}`")
     for (effect, note), names in reasons.items():
         word = "refused" if effect == "refused" else "no effect"
         yield f"| {word}: {note} | {', '.join(names)} |\n"
-    yield "\n"
 
 
 def _note(flag: Flag) -> str:

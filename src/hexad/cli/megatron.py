@@ -16,10 +16,18 @@ CONFIGURATION = "megatron.yaml"
 
 @click.command("megatron", context_settings={"ignore_unknown_options": True})
 @click.option("--print-config", is_flag=True, help="Print the run.yaml and start nothing.")
+@click.option(
+    "--ignore",
+    multiple=True,
+    metavar="--FLAG,...",
+    help="Flags to ignore with their values, separated by commas; each is reported.",
+)
 @ranks_option("--nproc", "Local ranks to start")
 @json_option
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="-- FLAGS")
-def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[str, ...]) -> int:
+def megatron(
+    print_config: bool, ignore: tuple[str, ...], nproc: int | None, as_json: bool, flags: tuple[str, ...]
+) -> int:
     """Train by the flags of Megatron-LM's pretrain_gpt.py.
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks. What has
@@ -33,7 +41,7 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
     world = here.world if here.joined else nproc
     own = [option for parameter in megatron.params for option in parameter.opts if option.startswith("--")]
-    translation = translate(flags, world, ["--help", *own])
+    translation = translate(flags, world, ["--help", *own], ignore)
     _check(translation.tree, world)
     if print_config:
         document = {"config": translation.tree, "notes": translation.notes}

@@ -19,8 +19,7 @@ def core_config(llama: bool, **sizes: Any) -> Any:
         normalization="RMSNorm" if llama else "LayerNorm",
         gated_linear_unit=llama,
         activation_func=F.silu if llama else lambda x: F.gelu(x, approximate="tanh"),
-        add_bias_linear=not llama,
         apply_rope_fusion=False,
         **dict.fromkeys((f"{name}_fusion" for name in fusions), False),
-        **sizes,
+        **{"add_bias_linear": not llama, **sizes},
     )

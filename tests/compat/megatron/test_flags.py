@@ -9,7 +9,7 @@ from .test_translate import SMALL, problem, resolved, small
 NEEDS = [
     ("--num-query-groups 2", "--group-query-attention"),
     ("--loss-scale 128 --initial-loss-scale 8 --hysteresis 4 --min-loss-scale 2", "--fp16"),
-    ("--rope-scaling-factor 4", "--use-rope-scaling"),
+    ("--rope-scaling-factor 4", "--use-rope-scaling or --rope-scaling-type llama3"),
     ("--moe-router-topk 4 --moe-z-loss-coeff 0.1", "--num-experts"),
     ("--data-parallel-sharding-strategy optim", "--use-megatron-fsdp"),
     ("--profile-step-start 3 --profile-step-end 4", "--profile"),

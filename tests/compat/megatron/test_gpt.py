@@ -57,7 +57,7 @@ def core_on_cpu() -> Iterator[Any]:
             dist.destroy_process_group()
 
 
-def core_model(kind: Any, llama: bool) -> Any:
+def core_model(kind: Any, llama: bool, biases: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     config = core_config(
@@ -68,6 +68,7 @@ def core_model(kind: Any, llama: bool) -> Any:
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
         attention_softmax_in_fp32=False,
+        add_bias_linear=biases,
     )
     torch.manual_seed(1)
     model = kind(
@@ -119,10 +120,12 @@ def global_tensors(state: dict[str, Any], llama: bool) -> dict[str, torch.Tensor
     return weights
 
 
-def _core(llama: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+def _core(
+    llama: bool, biases: bool
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights; losses, logits and the embedding's gradient of megatron-core."""
     with core_on_cpu() as kind:
-        model = core_model(kind, llama)
+        model = core_model(kind, llama, biases)
         weights = {name: value for name, value in model.state_dict().items() if value is not None}
         mask = torch.triu(torch.ones(1, 1, S, S, dtype=torch.bool), 1)
         inputs = (tokens(), torch.arange(S).expand(B, -1), mask)
@@ -135,10 +138,12 @@ def _core(llama: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Ten
 
 
 def _ours(
-    llama: bool, tensor: int, sequence: bool, weights: dict[str, torch.Tensor]
+    llama: bool, biases: bool, tensor: int, sequence: bool, weights: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     line = [*SIZES, *(GROUPED if llama else ()), "--tensor-model-parallel-size", str(tensor)]
+    line = [word for word in line if word != "--disable-bias-linear"]
     line += ["--ffn-hidden-size", "128"] if llama else []
+    line += [] if biases else ["--disable-bias-linear"]
     with script(*line, *(["--sequence-parallel"] if sequence else []), world=False, settings=SINGLE):
         assert megatron.get_args().padded_vocab_size == VOCAB
         model = megatron.GPTModel(parallel_output=False)
@@ -157,13 +162,17 @@ def _ours(
         return losses.detach(), logits, gradient
 
 
-@pytest.mark.parametrize("llama", [True, False], ids=["llama", "gpt"])
-def test_losses_are_megatron_cores(pool: Pool, llama: bool) -> None:
+@pytest.mark.parametrize(
+    ("llama", "biases"),
+    [(True, False), (False, True), (True, True), (False, False)],
+    ids=["llama", "gpt", "llama with biases", "gpt without biases"],
+)
+def test_losses_are_megatron_cores(pool: Pool, llama: bool, biases: bool) -> None:
     """Losses, logits and the gradient of a custom loss, at tensor 1 and 2."""
     pytest.importorskip("megatron.core")
-    ((weights, losses, logits, gradient),) = pool.run(1, _core, llama)
+    ((weights, losses, logits, gradient),) = pool.run(1, _core, llama, biases)
     for tensor, sequence in ((1, False), (2, False), (2, True)):
-        for rank, results in enumerate(pool.run(tensor, _ours, llama, tensor, sequence, weights)):
+        for rank, results in enumerate(pool.run(tensor, _ours, llama, biases, tensor, sequence, weights)):
             wanted = (losses, logits, gradient.chunk(tensor)[rank])
             for ours, theirs in zip(results, wanted):
                 # megatron-core computes the loss and rotary factors in float32.

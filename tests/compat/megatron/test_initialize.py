@@ -73,6 +73,8 @@ def _alone(save: str) -> None:
             megatron.initialize_megatron()
     with pytest.raises(HexadError, match="there is no mesh"):
         parallel_state.get_tensor_model_parallel_group()
+    with script(*NO_DATA, "--what", "3", "--squared-relu", ignore=["what", "squared-relu"]) as args:
+        assert not args.squared_relu
     with script(*NO_DATA, "--what", ignore_unknown_args=True, skip_mpu_initialization=True) as args:
         assert not parallel_state.is_initialized() and not dist.is_initialized()
         with pytest.raises(HexadError, match="--tokenizer-type"):

@@ -41,14 +41,23 @@ def metrics(run: Path) -> list[float]:
 
 def pretrained(ranks: int, *flags: str, first: list[str] = FLAGS) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "hexad.compat.megatron", str(SCRIPT), *first, *flags]
+    command += [
+        "-m",
+        "hexad.compat.megatron",
+        "--ignore",
+        "--spam,--num-experts",
+        str(SCRIPT),
+        *first,
+        *flags,
+    ]
     return forks.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_a_script_trains_as_a_run_does(tmp_path: Path) -> None:
     script, run = tmp_path / "script", tmp_path / "run"
-    done = pretrained(4, *LAYOUT, "--mock-data", "--save", str(script))
+    done = pretrained(4, *LAYOUT, "--mock-data", "--spam", "1", "--num-experts", "2", "--save", str(script))
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("hexad: --spam 1, --num-experts 2: ignored") == 1
     assert done.stdout.count("building GPT model") == 1
     assert call("megatron", "--", *FLAGS, "--mock-data", "--save", str(run)).status == 0
     assert metrics(script) == pytest.approx(metrics(run), rel=3e-5)

@@ -114,6 +114,9 @@ def test_command_line(tmp_path: Path) -> None:
     document = json.loads(call("megatron", "--print-config", "--json", "--nproc", "4", "--", *SMALL).out)
     assert document["config"]["batch"] == {"micro": 1, "global": 8} and document["notes"]
     assert call("megatron", "--", *SMALL, "--num-expert", "8").error.startswith("--num-expert: not a flag")
+    ignored = call("megatron", "--print-config", "--ignore", "--spam,--num-experts", "--ignore", "eggs", "--",
+                   *SMALL, "--spam", "1", "--num-experts", "8", "--eggs")  # fmt: skip
+    assert ignored.status == 0 and "# --spam 1, --num-experts 8, --eggs: ignored" in ignored.out
     assert "give it" in call("megatron", "--").error
     wrong = call(
         "megatron", "--", *SMALL, "--tensor-model-parallel-size", "3", "--save", str(tmp_path / "new")

@@ -1,5 +1,6 @@
 """Launch lines of Megatron-LM: published ones mean what they say, the rest is refused by name."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -314,6 +315,46 @@ def test_refused(more: str, field: str, text: str) -> None:
     assert error.field == field and text in str(error), str(error)
 
 
+def test_all_unknown_flags_are_named_at_once() -> None:
+    """In their order, each once, before what else is wrong with the line."""
+    line = "--num-layer 2 --spam a b --optimizer sgd --eggs=3 --spam -1 --hidden-siz 64 --num-layers two"
+    error = problem(*SMALL, *line.split())
+    assert error.field == "--num-layer, --spam, --eggs, --hidden-siz"
+    assert error.problem == (
+        "not flags of Megatron-LM that Hexad knows (did you mean '--num-layers', '--hidden-size'?); "
+        "correct them, or ignore them with --ignore --num-layer,--spam,--eggs,--hidden-siz"
+    )
+    assert "did you mean" not in str(problem(*SMALL, "--spam", "--eggs"))
+
+
+def test_flags_with_underscores() -> None:
+    """As some forks write them; values keep theirs."""
+    line = [word.replace("-", "_").replace("__", "--", 1) if word[:2] == "--" else word for word in SMALL]
+    assert "--num_layers" in line and translate(line).tree == translate(SMALL).tree
+    assert translate([*SMALL, "--save=my_run"]).tree["run"]["dir"] == "my_run"
+    assert problem(*SMALL, "--num_layer", "2").field == "--num_layer"
+
+
+def test_ignored_flags() -> None:
+    """Known or not, with their values in either form; each is reported, also one that is not on the line."""
+    spare = "--spam a b --eggs=3 --squared-relu --num-experts 8 --ham -1"
+    line = [*SMALL[:4], *spare.split(), *SMALL[4:]]
+    translation = translate(line, ignore=["--spam,eggs", "--squared-relu, --num-experts,--ham", "--absent"])
+    assert translation.tree == translate(SMALL).tree
+    assert translation.notes[:2] == (
+        "--spam a b, --eggs 3, --squared-relu, --num-experts 8, --ham -1: ignored",
+        "--absent: to be ignored, but not on the line",
+    )
+    with pytest.raises(
+        ConfigError, match=r"--ham: not a flag .*; correct it, or ignore it with --ignore --ham"
+    ):
+        translate(line, ignore=["--spam,--eggs,--squared-relu,--num-experts"])
+    with pytest.raises(ConfigError, match="--num-layers: is missing"):
+        translate(SMALL, ignore=["--num-layers"])
+    notes = parse([*SMALL, "--what", "3"], ignore_unknown=True).notes
+    assert "--what 3: ignored" in notes
+
+
 def test_every_refused_flag_is_refused() -> None:
     for flag in {id(flag): flag for flag in FLAGS.values()}.values():
         if flag.effect == "refused":
@@ -398,6 +439,22 @@ def test_scripts_own_flags() -> None:
         8,
         1,
     )
+
+
+def test_a_script_may_have_flags_of_the_same_names_as_forks() -> None:
+    """Refused, without effect or an alias there; the script's own meaning here."""
+
+    def extra(parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("own")
+        group.add_argument("--epochs", type=int, default=3)
+        group.add_argument("--temperature", type=float, default=1.0)
+        group.add_argument("--intermediate-size", type=int, dest="own_size")
+
+    line = parse([*SMALL, "--temperature", "0.5", "--intermediate-size", "96"], extra=extra)
+    assert (line.arguments.epochs, line.arguments.temperature, line.arguments.own_size) == (3, 0.5, 96)
+    assert line.arguments.ffn_hidden_size is None and not any("--temperature" in note for note in line.notes)
+    with pytest.raises(ConfigError, match="--epochs: found 3"):
+        parse([*SMALL, "--epochs", "3"])
 
 
 def test_every_flag_has_one_meaning() -> None:

@@ -6,6 +6,7 @@ Import from ``hexad.compat.megatron`` in place of ``megatron``; ``docs/megatron.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,20 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, __all__)}")
 
 
-def install() -> None:
+_ignored: tuple[str, ...] = ()
+
+
+def ignored_flags() -> tuple[str, ...]:
+    """The flags that ``install`` was told to ignore."""
+    return _ignored
+
+
+def install(ignore: Iterable[str] = ()) -> None:
     """Make ``import megatron`` return this package in this process, with the modules of Megatron-Core and of
     older releases; ``docs/megatron.md`` lists them.
+
+    Args:
+        ignore: flags of the launch line to ignore with their values, known or not; each is reported.
 
     Raises:
         HexadError: a megatron package has been imported.
@@ -65,6 +77,8 @@ def install() -> None:
     from ..facade.installed import install as install_package
     from .installed import NAMES, UNSUPPORTED, WHERE
 
+    global _ignored
+    _ignored += tuple(ignore)
     install_package(sys.modules[__name__], "megatron", WHERE, UNSUPPORTED, NAMES)
 
 

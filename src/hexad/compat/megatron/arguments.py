@@ -2,16 +2,19 @@
 computes from them before anything else reads them. No torch."""
 
 import argparse
+import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.config.schema import BatchSettings
 
 from .flags import FLAGS, GROUPS, Flag, alternatives
+from .forks import as_megatron
 
 ExtraArguments = Callable[[argparse.ArgumentParser], object]
 """Adds flags to the parser that it is called with, and may return another one."""
@@ -50,6 +53,7 @@ def parse(
     extra: ExtraArguments | None = None,
     ignore_unknown: bool = False,
     others: Sequence[str] = (),
+    ignore: Iterable[str] = (),
 ) -> Line:
     """Read a launch line.
 
@@ -59,49 +63,68 @@ def parse(
         extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
         ignore_unknown: ignore unknown flags.
         others: options of the command, which an unknown flag may mean.
+        ignore: flags to ignore with their values, known or not; a text may name several, separated by commas.
 
     Raises:
-        ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
-            honour.
+        ConfigError: flags that are not known, all of them, with the nearest known ones; a flag that is
+            malformed or that Hexad cannot honour.
     """
-    parser: argparse.ArgumentParser = _Parser(prog="hexad megatron --", allow_abbrev=False, add_help=False)
-    for title, group in GROUPS.items():
-        section = parser.add_argument_group(title)
-        for flag in group:
-            _declare(section, flag)
-    if extra is not None:
-        extended = extra(parser)
-        parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
-    arguments, unknown = parser.parse_known_args(list(words))
+    parser, flags = _parser(extra)
+    known = {option for action in parser._actions for option in action.option_strings}
+    names = {
+        f"--{name.strip().removeprefix('--')}" for text in ignore for name in text.split(",") if name.strip()
+    }
+    line, ignored = _without(words, names)
+    line, unknown = _without([_spelled(word, known) for word in line], known, keep=True)
     if unknown and not ignore_unknown:
-        raise _unknown(unknown[0], parser, others)
+        raise _unknown(list(unknown), known, others)
+    arguments, strays = parser.parse_known_args(line)
+    if strays and not ignore_unknown:
+        raise ConfigError("hexad megatron", f"found the word {strays[0]!r} where a flag is expected")
     attributes, written = vars(arguments), frozenset(vars(arguments))
-    flags = list(dict.fromkeys(FLAGS.values()))
-    for flag in flags:
+    for flag in FLAGS.values():
         value = list(flag.default) if isinstance(flag.default, tuple) else flag.default
         attributes.setdefault(flag.attribute, value)
     for name, value in (defaults or {}).items():
         if attributes.get(name) is None:
             attributes[name] = value
+    if attributes["deepspeed"] and attributes["num_experts"] == [1]:  # Megatron-DeepSpeed's default: dense
+        attributes["num_experts"] = None
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
     for flag in given:
         if flag.effect == "refused":
             shown_value = f"found {shown(attributes[flag.attribute])}, but " if flag.kind is not bool else ""
             raise ConfigError(flag.name, f"{shown_value}{flag.note}; leave it out")
     notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
-    return Line(arguments, given, written, notes)
+    return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
 
 
-def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
+def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list[Flag]]:
+    """The parser, and the flags of which a script has none of its own with the same name."""
+    parser: argparse.ArgumentParser = _Parser(
+        prog="hexad megatron --", allow_abbrev=False, add_help=False, conflict_handler="resolve"
+    )
+    actions: list[argparse.Action] = []
+    for title, group in GROUPS.items():
+        section = parser.add_argument_group(title)
+        actions += [_declare(section, flag) for flag in group]
+    if extra is not None:
+        extended = extra(parser)
+        parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
+    ours = set(map(id, actions))
+    own = {name for action in parser._actions if id(action) not in ours for name in action.option_strings}
+    return parser, [flag for flag in dict.fromkeys(FLAGS.values()) if flag.name not in own]
+
+
+def _declare(section: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     names = (flag.name, *flag.aliases)
     rest: dict[str, Any] = {"dest": flag.attribute, "default": argparse.SUPPRESS}
     if f"--no-{flag.name.removeprefix('--')}" in flag.aliases:
-        section.add_argument(flag.name, action=argparse.BooleanOptionalAction, **rest)
-    elif flag.kind is bool:
-        section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
-    else:
-        rest |= {"nargs": "+"} if flag.several else {}
-        section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
+        return section.add_argument(flag.name, action=argparse.BooleanOptionalAction, **rest)
+    if flag.kind is bool:
+        return section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
+    rest |= {"nargs": "+"} if flag.several else {}
+    return section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
 
 
 def _differs(flag: Flag, value: Any) -> bool:
@@ -109,15 +132,64 @@ def _differs(flag: Flag, value: Any) -> bool:
     return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) -> ConfigError:
-    """The error for a word that no flag takes."""
-    if not word.startswith("-"):
-        return ConfigError("hexad megatron", f"found the word {word!r} where a flag is expected")
-    name = word.partition("=")[0]
-    if name in others:
-        return ConfigError(name, "an option of hexad megatron; give it before --")
-    known = {*others, *(option for action in parser._actions for option in action.option_strings)}
-    return ConfigError(name, f"not a flag of Megatron-LM that Hexad knows{did_you_mean(name, known)}")
+def _is_flag(word: str) -> bool:
+    """Whether argparse takes a word for a flag."""
+    return word.startswith("-") and " " not in word and not re.fullmatch(r"-|--|-\d+|-\d*\.\d+", word)
+
+
+def _spelled(word: str, known: Container[str]) -> str:
+    """A word as it is, or a flag with hyphens in place of underscores, which some forks write."""
+    name, *value = word.split("=", 1)
+    hyphens = name.replace("_", "-")
+    spelled = hyphens if _is_flag(word) and name not in known and hyphens in known else name
+    return "=".join((spelled, *value))
+
+
+def _without(
+    words: Sequence[str], flags: Container[str], keep: bool = False
+) -> tuple[list[str], dict[str, list[str]]]:
+    """The words without these flags, or with ``keep`` of these only; and what is left out, by flag."""
+    kept: list[str] = []
+    removed: dict[str, list[str]] = {}
+    values = kept
+    for word in words:
+        name, _, value = word.partition("=")
+        if not _is_flag(word):
+            values.append(word)
+        elif (name in flags) == keep:
+            values = kept
+            kept.append(word)
+        else:
+            values = removed.setdefault(name, [])
+            values += [value] if value else []
+    return kept, removed
+
+
+def _ignored(flags: Mapping[str, Sequence[str]], named: Collection[str]) -> tuple[str, ...]:
+    """The notes on flags that are ignored, with their values, and on those that are not on the line."""
+    written = [" ".join((name, *values)) for name, values in flags.items()]
+    absent = sorted(name for name in named if name not in flags)
+    notes = ((written, "ignored"), (absent, "to be ignored, but not on the line"))
+    return tuple(f"{', '.join(names)}: {note}" for names, note in notes if names)
+
+
+def _unknown(names: Sequence[str], known: Collection[str], others: Sequence[str]) -> ConfigError:
+    """The error for flags that are not known."""
+    own = next((name for name in names if name in others), None)
+    if own is not None:
+        return ConfigError(own, "an option of hexad megatron; give it before --")
+    options = {*others, *known}
+    if len(names) == 1:
+        problem = f"not a flag of Megatron-LM that Hexad knows{did_you_mean(names[0], options)}"
+        return ConfigError(names[0], f"{problem}; correct it, or ignore it with --ignore {names[0]}")
+    near = [match for name in names for match in get_close_matches(name, options, n=1, cutoff=_CLOSE)]
+    meant = f" (did you mean {', '.join(map(repr, dict.fromkeys(near)))}?)" if near else ""
+    fix = f"correct them, or ignore them with --ignore {','.join(names)}"
+    return ConfigError(", ".join(names), f"not flags of Megatron-LM that Hexad knows{meant}; {fix}")
+
+
+_CLOSE = 0.8
+"""Similarity of a flag that one of several unknown ones may mean."""
 
 
 @contextmanager
@@ -175,7 +247,6 @@ _POSITIVE = (
     "--context-parallel-size",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
-    "--recompute-num-layers",
     "--ddp-bucket-size",
 )
 """Flags without which a line is complete, and whose numbers are at least 1."""
@@ -197,6 +268,7 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
             raise ConfigError(name, "is missing; give it")
         if value is not None and value < 1 and FLAGS[name].kind is int:
             raise ConfigError(name, f"found {value}, expected at least 1")
+    as_megatron(arguments)
     _layout(arguments, world)
     _model(arguments)
     _exclude(arguments, "--fp16", "--bf16")

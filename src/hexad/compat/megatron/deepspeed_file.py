@@ -175,6 +175,8 @@ class _Merge:
         if not written:
             group, name = setting.split(".")
             self.tree[group][name] = value
+        elif key == "fp16.hysteresis" and self._value(key) == self._known(setting):
+            self.tree["precision"][setting.split(".")[1]] = value  # which level 0 does not use
         elif self._value(key) is not None and value != self._known(setting):
             raise self._contradiction(written[0], setting, key, self._value(key))
 

@@ -1,5 +1,5 @@
-"""Every flag of Megatron-LM that ``hexad megatron`` knows, read from ``flags.txt``: for the parser, the
-translation's refusals and the table in ``docs/megatron.md``. No torch."""
+"""Every flag of Megatron-LM and its forks that ``hexad megatron`` knows, read from ``flags.txt`` and
+``forks.txt``: for the parser, the translation's refusals and the tables in ``docs/megatron.md``. No torch."""
 
 import re
 from collections.abc import Sequence
@@ -59,15 +59,12 @@ def alternatives(flags: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))
 
 
-OTHERS = "Other flags"
-"""The group of those that set nothing."""
-
-
 def _groups(text: str) -> dict[str, tuple[Flag, ...]]:
-    """The flags of ``flags.txt``, whose head describes the format."""
+    """The flags of a file, in the format that the head of ``flags.txt`` describes."""
     groups: dict[str, list[Flag]] = {}
     needs: tuple[str, ...] = ()
-    title = effect = note = ""
+    title = ""
+    reason: re.Match[str] | None = None
     for line in text.replace("\n      ", " ").splitlines():
         if not line or line.startswith("#"):
             continue
@@ -75,12 +72,12 @@ def _groups(text: str) -> dict[str, tuple[Flag, ...]]:
         if line.startswith("["):
             title = line.strip("[]")
             groups[title] = []
+        elif indented and reason is not None:
+            groups[title] += [_flag(word, reason[1], reason[2]) for word in line.split()]
+        elif reason := re.fullmatch("(none|refused): (.+)", line):
+            pass
         elif line.startswith("with "):
             needs = tuple(line.removeprefix("with ").removesuffix(":").split(", "))
-        elif title == OTHERS and not indented:
-            effect, note = line.split(": ", 1)
-        elif title == OTHERS:
-            groups[title] += [_flag(word, effect, note) for word in line.split()]
         else:
             words, rest = re.split(" {2,}", line.strip(), maxsplit=1)
             effect, _, note = rest.partition(" ")
@@ -123,7 +120,13 @@ def _flag(word: str, effect: str, note: str, needs: tuple[str, ...] = ()) -> Fla
     )
 
 
-GROUPS = _groups(files(__package__).joinpath("flags.txt").read_text(encoding="utf-8"))
+def _read(name: str) -> dict[str, tuple[Flag, ...]]:
+    return _groups(files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+FORKS = _read("forks.txt")
+"""Flags of forks only, by the fork."""
+GROUPS = _read("flags.txt") | FORKS
 """By title."""
 
 FLAGS: dict[str, Flag] = {

@@ -21,7 +21,7 @@ from hexad.model.configuration import load_config
 from hexad.model.transformer import factored_mesh
 
 from ..facade import world
-from . import parallel_state
+from . import ignored_flags, parallel_state
 from .arguments import ExtraArguments, Line, derive, naming_flags, parse, values_of_flags
 from .translate import LineTranslation, translated
 
@@ -111,6 +111,7 @@ def initialize_megatron(
     allow_no_cuda: bool = True,
     skip_mpu_initialization: bool = False,
     settings: Iterable[str] = (),
+    ignore: Iterable[str] = (),
 ) -> None:
     """Read ``sys.argv``, join the world, create the groups, and seed the random number generators.
 
@@ -120,10 +121,11 @@ def initialize_megatron(
     Args:
         extra_args_provider: adds the script's own flags to an ``argparse`` parser.
         args_defaults: values of arguments that have no default in Megatron-LM and that the line does not set.
-        ignore_unknown_args: ignore unknown flags.
+        ignore_unknown_args: ignore unknown flags; each is reported.
         allow_no_cuda: has no effect: everything runs on CPUs too.
         skip_mpu_initialization: neither join a world nor create groups.
         settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
+        ignore: flags to ignore with their values, known or not, beside those of ``install(ignore=...)``.
 
     Raises:
         AgreedError: ranks have other flags or ``settings`` than the first, or some of them fail; on all.
@@ -137,7 +139,8 @@ def initialize_megatron(
     here = _here()
 
     def read() -> tuple[Line, LineTranslation, dict[str, Any]]:
-        line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
+        flags = (*ignored_flags(), *ignore)
+        line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args, ignore=flags)
         common = {**values_of_flags(line.arguments), "settings": settings}
         derive(line.arguments, here.world)
         return line, translated(line, script=True), common

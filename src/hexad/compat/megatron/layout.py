@@ -14,11 +14,13 @@ _CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """``--data-parallel-sharding-strategy``, by level of ZeRO."""
 _VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_ZERO_BUBBLE = ("enable_zero_bubble", "enable_zbh1_pipeline")
 _DIVISIONS = (
     ("pipeline_model_parallel_layout",),
     ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     ("pp_partition_method",),
+    ("num_layer_list",),
 )
 """Attributes of flags that divide layers among pipeline ranks, of which one way is given."""
 
@@ -116,14 +118,24 @@ def _stages(arguments: Namespace) -> dict[str, Any]:
         virtual = _virtual(arguments, pipeline)
         split = _split(arguments, pipeline, virtual)
     arguments.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
-    settings: dict[str, Any] = {
-        "schedule": "interleaved" if virtual > 1 else "1f1b",
-        "virtual_stages": virtual,
-    }
+    settings = {"schedule": _schedule(arguments, virtual), "virtual_stages": virtual}
     group = arguments.microbatch_group_size_per_vp_stage
     if group is not None and virtual > 1:
         settings["schedule_group"] = group
     return {**settings, "split": split}
+
+
+def _schedule(arguments: Namespace, virtual: int) -> str:
+    """``parallel.schedule``."""
+    if arguments.zero_bubble_v_schedule:
+        return "zb_v"
+    flags = [flag_of(name) for name in _ZERO_BUBBLE if getattr(arguments, name)]
+    if not flags:
+        return "interleaved" if virtual > 1 else "1f1b"
+    if virtual > 1:
+        problem = f"found with {virtual} stages per pipeline rank; add --zero-bubble-v-schedule, or use one"
+        raise ConfigError(flags[0], problem)
+    return "zb_h1"
 
 
 def _one_way(arguments: Namespace, *ways: Sequence[str]) -> None:
@@ -137,6 +149,8 @@ def _virtual(arguments: Namespace, pipeline: int) -> int:
     """``parallel.virtual_stages``: the number of stages per pipeline rank."""
     size = arguments.num_layers_per_virtual_pipeline_stage
     number = arguments.num_virtual_stages_per_pipeline_rank
+    if arguments.zero_bubble_v_schedule:
+        return 2
     if number is not None or size is None:
         return number or 1
     layers = arguments.num_layers + sum(_extra(arguments))
@@ -173,6 +187,8 @@ def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]
                 f"pipeline ranks of {virtual} stages; change it",
             )
         return [size // virtual for size in sizes] * virtual
+    if arguments.num_layer_list is not None:
+        return _listed(arguments.num_layer_list, layers, pipeline, virtual)
     embedding, loss = _extra(arguments)
     method = arguments.pp_partition_method
     if method is not None and method != "uniform":
@@ -195,6 +211,18 @@ def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]
         )
     size = (layers + embedding + loss) // stages
     return [size - embedding * (n == 0) - loss * (n == stages - 1) for n in range(stages)]
+
+
+def _listed(text: str, layers: int, pipeline: int, virtual: int) -> list[int]:
+    """``--num-layer-list``: the number of layers of each pipeline rank."""
+    sizes = [int(word) for word in text.split(",") if word.strip().isdigit()]
+    if len(sizes) != text.count(",") + 1 or len(sizes) != pipeline or sum(sizes) != layers or virtual > 1:
+        raise ConfigError(
+            "--num-layer-list",
+            f"found {text!r}, expected {pipeline} numbers whose sum is {layers}, with one stage per "
+            "pipeline rank",
+        )
+    return sizes
 
 
 def _from_text(text: str, layers: int, pipeline: int) -> list[int]:
@@ -226,7 +254,12 @@ def _memory(arguments: Namespace) -> dict[str, Any]:
         raise ConfigError("--recompute-method", f"found {method} with {flag}; leave it out")
     if kind == "full" and method is None:
         raise ConfigError("--recompute-granularity", "found full without --recompute-method; add uniform")
+    if kind == "full" and layers is not None and layers < (method == "uniform"):
+        at_least = f"expected at least {int(method == 'uniform')} with {method}; raise it"
+        raise ConfigError("--recompute-num-layers", f"found {layers}, {at_least}")
     if kind == "full" and method == "block":
+        if layers == 0:
+            return {"recompute": "none", **memory}
         if layers is None:
             raise ConfigError("--recompute-method", "found block without --recompute-num-layers; give it")
         if layers > arguments.num_layers:

@@ -2,7 +2,7 @@
 the rest. No torch."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,11 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
         "attention_dropout": arguments.attention_dropout,
         "init_std": arguments.init_method_std,
     }
+    settings |= _biases(arguments, settings["family"])
     if settings["family"] != "gpt2":
         settings |= _rotary(arguments)
+    if arguments.input_embeddings_multiplier != 1:
+        settings["embedding_multiplier"] = arguments.input_embeddings_multiplier
     if arguments.window_size is not None:
         settings["sliding_window"] = _window(arguments.window_size)
     return settings
@@ -53,14 +56,13 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
 def _family(arguments: Namespace) -> str:
     """The family of this architecture.
 
-    Megatron-LM combines norms, positions, activations and biases freely; families are the combinations that
-    have a name.
+    Megatron-LM combines norms, positions and activations freely; families are the combinations that have a
+    name.
     """
     traits = {
         "--normalization": (arguments.normalization, "LayerNorm", "RMSNorm"),
         "--position-embedding-type": (arguments.position_embedding_type, "learned_absolute", "rope"),
         "--swiglu": (arguments.swiglu, False, True),
-        "--disable-bias-linear": (not arguments.add_bias_linear, False, True),
     }
     if not arguments.add_position_embedding and arguments.position_embedding_type != "rope":
         raise ConfigError("--no-position-embedding", "found without rope; leave it out, or use rope")
@@ -71,30 +73,65 @@ def _family(arguments: Namespace) -> str:
             raise ConfigError("--qk-layernorm", "found with LayerNorm; it needs RMSNorm: leave it out")
         return "gpt2"
     if not llama:
-        return "qwen3" if arguments.qk_layernorm else "qwen2" if arguments.add_qkv_bias else "llama"
+        if arguments.qk_layernorm:
+            return "qwen3"
+        return "qwen2" if arguments.add_qkv_bias and not arguments.add_bias_linear else "llama"
     wrong = gpt2 if len(gpt2) <= len(llama) else llama
     value = traits[wrong[0]][0]
     what = f"found {value}" if isinstance(value, str) else "is set" if value else "is missing"
     raise ConfigError(
         wrong[0],
-        f"{what}: the flags fit neither GPT-2 (LayerNorm, learned_absolute, GELU, biases) nor Llama "
-        "(--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear); use all of "
-        "one of them",
+        f"{what}: the flags fit neither GPT-2 (LayerNorm, learned_absolute, GELU) nor Llama "
+        "(--normalization RMSNorm --position-embedding-type rope --swiglu); use all of one of them",
     )
+
+
+def _biases(arguments: Namespace, family: str) -> dict[str, bool]:
+    """The settings of biases, without those of gpt2 that are its default."""
+    every = arguments.add_bias_linear
+    biases = {
+        "qkv_bias": every or arguments.add_qkv_bias,
+        "out_bias": every or arguments.add_dense_bias,
+        "mlp_bias": every,
+    }
+    return {name: value for name, value in biases.items() if family != "gpt2" or not value}
 
 
 def _rotary(arguments: Namespace) -> dict[str, Any]:
     settings = {
-        "qkv_bias": arguments.add_qkv_bias,
         "qk_norm": arguments.qk_layernorm,
         "rope_theta": arguments.rotary_base,
         "rotary_fraction": arguments.rotary_percent,
     }
+    scaling = _rope_scaling(arguments)
+    return settings | ({} if scaling is None else {"rope_scaling": scaling})
+
+
+def _rope_scaling(arguments: Namespace) -> dict[str, Any] | None:
+    """The settings of ``rope_scaling``; None without it."""
+    given = {
+        "--use-rope-scaling": arguments.use_rope_scaling,
+        "--rope-scaling-type": arguments.rope_scaling_type,
+        "--rotary-seq-len-interpolation-factor": arguments.rotary_seq_len_interpolation_factor != 1,
+    }
+    flags = [flag for flag, value in given.items() if value]
+    if len(flags) > 1:
+        raise ConfigError(flags[1], f"found beside {flags[0]}; give one of them")
     if arguments.use_rope_scaling:
         # Megatron-LM has a flag for the factor only.
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
-        settings["rope_scaling"] = {"factor": arguments.rope_scaling_factor, **fixed}
-    return settings
+        return {"factor": arguments.rope_scaling_factor, **fixed}
+    if arguments.rope_scaling_type == "llama3":
+        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        low, high, original = (getattr(arguments, name) for name in names)
+        for name in names:
+            if getattr(arguments, name) is None:
+                raise ConfigError(flag_of(name), "is missing with --rope-scaling-type llama3; give it")
+        fixed = {"low_freq_factor": low, "high_freq_factor": high, "original_positions": int(original)}
+        return {"factor": arguments.rope_scaling_factor, **fixed}
+    if flags:
+        return {"type": "linear", "factor": arguments.rotary_seq_len_interpolation_factor}
+    return None
 
 
 def _window(text: str) -> int | None:
@@ -198,6 +235,8 @@ def checkpoint_settings(arguments: Namespace, notes: list[str]) -> tuple[dict[st
         ConfigError: what Hexad cannot load, or flags that exclude each other.
     """
     load, save, weights = arguments.load, arguments.save, arguments.pretrained_checkpoint
+    if arguments.enable_hf2mg_convert and load is not None:
+        load, weights = None, f"hf:{load}"
     resumes = load is not None and save is not None and Path(load) == Path(save)
     settings: dict[str, Any] = {
         "every": (arguments.save_interval or 0) if save else 0,
@@ -300,18 +339,24 @@ def _flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def translate(words: Sequence[str], world: int | None = None, others: Sequence[str] = ()) -> LineTranslation:
+def translate(
+    words: Sequence[str],
+    world: int | None = None,
+    others: Sequence[str] = (),
+    ignore: Iterable[str] = (),
+) -> LineTranslation:
     """Translate a launch line.
 
     Args:
         words: the flags of ``pretrain_gpt.py`` and their values.
         world: number of ranks; None: as few as the degrees allow.
         others: options of the command itself, which an unknown flag may mean.
+        ignore: flags to ignore with their values, known or not.
 
     Raises:
         ConfigError: a flag that is not known, malformed, or that Hexad cannot honour.
     """
-    line = parse(words, others=others)
+    line = parse(words, others=others, ignore=ignore)
     derive(line.arguments, world)
     return translated(line)
 

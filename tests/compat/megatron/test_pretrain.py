@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from hexad.compat import megatron
-from hexad.compat.facade.installed import refused_name
 from hexad.compat.megatron import datasets, tensor_parallel, training, transformer
-from hexad.compat.megatron.installed import UNSUPPORTED, WHERE
 from hexad.compat.megatron.training import Timers
 from hexad.config import HexadError
 
@@ -74,40 +72,6 @@ def test_own_data_in_any_layout_and_resumed(ramp: str, tmp_path: Path) -> None:
     assert metrics(four) == pytest.approx(metrics(one), rel=1e-4)
     lines = [json.loads(line) for line in (four / "metrics.jsonl").read_text().splitlines()]
     assert [line["samples"] for line in lines] == ([4, 8, 16, 24] if ramp else [8, 16, 24, 32])
-
-
-INSTALLED = """
-from importlib import import_module
-from hexad.compat import megatron as compat
-compat.install()
-from hexad.compat.megatron.installed import UNSUPPORTED, WHERE
-import megatron
-from megatron import get_args, mpu
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import ModelType
-from megatron.model import GPTModel
-from megatron.core.models.gpt import GPTModel as same
-assert megatron is compat and GPTModel is same and mpu is parallel_state
-for name in WHERE:
-    import_module(f"megatron.{name}")
-for name in UNSUPPORTED:
-    module, _, attribute = f"megatron.{name}".rpartition(".")
-    try:
-        getattr(import_module(module), attribute)()
-    except Exception as error:
-        assert "not supported: " in str(error), error
-    else:
-        raise AssertionError(name)
-"""
-
-
-def test_names_are_found_after_install() -> None:
-    done = forks.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(HexadError, match=r"megatron.a.B: not supported: why"):
-        refused_name("megatron.a.B", "why")()
-    assert len(UNSUPPORTED) > 5 and len(WHERE) > 20
 
 
 def mistakes(kind: str) -> None:

@@ -63,9 +63,10 @@ def install() -> None:
         HexadError: a megatron package has been imported.
     """
     from ..facade.installed import install as install_package
-    from .installed import NAMES, UNSUPPORTED, WHERE
+    from .installed import CONSTANTS, MODULES, NAMES, UNSUPPORTED, WHERE
 
-    install_package(sys.modules[__name__], "megatron", WHERE, UNSUPPORTED, NAMES)
+    package = sys.modules[__name__]
+    install_package(package, "megatron", WHERE, UNSUPPORTED, NAMES, MODULES, CONSTANTS)
 
 
 def __dir__() -> list[str]:

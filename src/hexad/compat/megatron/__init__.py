@@ -57,16 +57,19 @@ def __getattr__(name: str) -> Any:
 
 def install() -> None:
     """Make ``import megatron`` return this package in this process, with the modules of Megatron-Core and of
-    older releases; ``docs/megatron.md`` lists them.
+    older releases; ``docs/megatron.md`` lists them. Without a GPU, what the script does on one happens on the
+    CPU.
 
     Raises:
         HexadError: a megatron package has been imported.
     """
     from ..facade.installed import install as install_package
+    from ..facade.without_gpu import use_cpu_for_cuda
     from .installed import CONSTANTS, MODULES, NAMES, UNSUPPORTED, WHERE
 
     package = sys.modules[__name__]
     install_package(package, "megatron", WHERE, UNSUPPORTED, NAMES, MODULES, CONSTANTS)
+    use_cpu_for_cuda()
 
 
 def __dir__() -> list[str]:

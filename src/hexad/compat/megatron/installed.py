@@ -11,9 +11,11 @@ from ..facade.names import read_names
 _MODULES = {
     "datasets": "core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
     "core.datasets.utils",
+    "enums": "core.enums core.transformer.enums enums model.enums",
     "gpt": "core.models.gpt core.models.gpt.gpt_model legacy.model model model.gpt_model",
     "initialize": "checkpointing initialize training.initialize",
     "layers": "core.tensor_parallel.layers mpu.layers",
+    "process_groups": "core.process_groups_config",
     "mappings": "core.tensor_parallel.cross_entropy core.tensor_parallel.mappings mpu.cross_entropy "
     "mpu.mappings",
     "parallel_state": "core.mpu core.parallel_state mpu mpu.initialize",
@@ -25,9 +27,8 @@ _MODULES = {
     "core.tensor_parallel.utils mpu.data mpu.random mpu.utils",
     "training": "arguments core.rerun_state_machine core.timers core.utils global_vars timers training "
     "training.arguments training.global_vars training.training training.utils utils",
-    "transformer": "core.enums core.models.gpt.gpt_layer_specs core.transformer core.transformer.enums "
-    "core.transformer.spec_utils core.transformer.transformer_config enums model.enums "
-    "training.yaml_arguments",
+    "transformer": "core.models.gpt.gpt_layer_specs core.transformer "
+    "core.transformer.spec_utils core.transformer.transformer_config training.yaml_arguments",
 }
 WHERE = dict(sorted((name, module) for module, names in _MODULES.items() for name in names.split()))
 """Module of Megatron-LM -> module of this package; packages before their modules."""
@@ -37,6 +38,56 @@ NAMES = {
     "core.dist_checkpointing.validation.StrictHandling": "settings",
     "core.inference.common_inference_params.CommonInferenceParams": "settings",
     "model.ModelType": "transformer",
+    "core.models.gpt.heterogeneous.heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec": "transformer",
+    "core.tokenizers.utils.build_tokenizer.build_tokenizer": "initialize",
+    "training.argument_utils.core_transformer_config_from_args": "transformer",
+    "training.argument_utils.gpt_config_from_args": "training",
+    "training.argument_utils.pretrain_cfg_container_from_args": "training",
+    "training.arguments.parse_and_validate_args": "initialize",
+    "training.arguments.parse_args": "initialize",
+    "training.arguments.validate_args": "initialize",
+    "training.config.PretrainConfigContainer": "training",
+    "training.models.GPTModelConfig": "training",
+    **dict.fromkeys(
+        (
+            "core.activations.quick_gelu",
+            "core.activations.squared_relu",
+            "core.datasets.utils.compile_helpers",
+            "core.fusions.fused_bias_dropout.get_bias_dropout_add",
+            "core.fusions.fused_bias_geglu.quick_gelu",
+            "core.transformer.build_module",
+            "core.transformer.identity_op.IdentityFuncOp",
+            "core.transformer.identity_op.IdentityOp",
+            "core.transformer.multi_token_prediction.get_mtp_ranks",
+            "core.transformer.multi_token_prediction.mtp_on_this_rank",
+            "core.transformer.spec_utils.build_module",
+            "core.transformer.spec_utils.get_module",
+            "core.transformer.utils.attention_mask_func",
+            "core.transformer.utils.erf_gelu",
+            "core.transformer.utils.gelu_impl",
+            "core.transformer.utils.get_linear_layer",
+            "core.transformer.utils.openai_gelu",
+            "core.utils.divide",
+            "core.utils.ensure_divisibility",
+            "core.utils.flatten_batch_for_packed_sequences",
+            "core.utils.get_te_version",
+            "core.utils.get_torch_version",
+            "core.utils.init_method_normal",
+            "core.utils.is_fa_min_version",
+            "core.utils.is_te_min_version",
+            "core.utils.is_torch_min_version",
+            "core.utils.make_viewless_tensor",
+            "core.utils.scaled_init_method_normal",
+            "model.utils.attention_mask_func",
+            "model.utils.erf_gelu",
+            "model.utils.get_linear_layer",
+            "model.utils.init_method_normal",
+            "model.utils.openai_gelu",
+            "model.utils.scaled_init_method_normal",
+            "training.inprocess_restart.maybe_wrap_for_inprocess_restart",
+        ),
+        "helpers",
+    ),
     **dict.fromkeys(
         (
             "mpu.ColumnParallelLinear",

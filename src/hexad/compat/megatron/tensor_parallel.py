@@ -152,6 +152,23 @@ def broadcast_data(
     return result
 
 
+def send_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary of tensors, and other values, of the first tensor rank on all tensor ranks."""
+    mesh = parallel_state.get_mesh()
+    axis = mesh.tensor
+    if axis.size == 1:
+        return batch
+    kinds = {name: (v.dtype, v.shape) if isinstance(v, Tensor) else v for name, v in batch.items()}
+    result: dict[str, Any] = {}
+    for name, kind in gather_objects(kinds if axis.rank == 0 else None, axis)[0].items():
+        result[name] = kind
+        if isinstance(kind, tuple):
+            own = batch[name].to(mesh.device).contiguous() if axis.rank == 0 else None
+            empty = torch.empty(kind[1], dtype=kind[0], device=mesh.device) if own is None else own
+            result[name] = broadcast(empty, axis)
+    return result
+
+
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> list[Tensor]:

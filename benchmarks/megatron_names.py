@@ -10,6 +10,9 @@ Names that no release in ``names.txt`` has are counted too: they are of the chec
 
 ``--table src/hexad/compat/megatron/names.txt PACKAGE ...`` writes the names of ``megatron`` packages, such as
 a checkout's, or the one of ``megatron-core``. Their text is read; they are not imported: most need a GPU.
+``--arguments src/hexad/compat/megatron/earlier_arguments.txt PACKAGE ...`` writes what ``get_args()`` has in
+these, and ``--settings src/hexad/compat/megatron/transformer_settings.txt PACKAGE ...`` the settings of
+``TransformerConfig``.
 """
 
 import argparse
@@ -128,6 +131,72 @@ def table(packages: Sequence[Path]) -> Iterator[str]:
         yield " ".join([f"{module}:", *functions, *constants])
 
 
+# The tables of arguments and settings
+
+ARGUMENTS_HEAD = """\
+# Attributes of get_args() in releases before core_v0.19.0 that it does not have, with their defaults as JSON.
+# Of Megatron-LM core_v0.16.1, core_v0.12.0, core_v0.8.0 and core_v0.4.0, and of Megatron-DeepSpeed
+# (deepspeedai's and bigscience-workshop's). Written by benchmarks/megatron_names.py --arguments.
+"""
+
+
+SETTINGS_HEAD = """\
+# Settings of TransformerConfig, with their defaults as JSON; null for those that are computed.
+# Of megatron.core in Megatron-LM core_v0.16.1, core_v0.19.0 and core_v0.12.0.
+# Written by benchmarks/megatron_names.py --settings.
+"""
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal; None for any other expression."""
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def settings(packages: Sequence[Path]) -> Iterator[str]:
+    """The lines of the table of settings; of one that several packages have, the first one's default."""
+    found: dict[str, Any] = {}
+    for package in packages:
+        for path in ("core/model_parallel_config.py", "core/transformer/transformer_config.py"):
+            for node in ast.walk(ast.parse((package / path).read_text(encoding="utf-8"))):
+                for field in node.body if isinstance(node, ast.ClassDef) else []:
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                        default = _literal(field.value) if field.value is not None else None
+                        found.setdefault(field.target.id, default)
+    yield from (f"{name}={json.dumps(value)}" for name, value in sorted(found.items()))
+
+
+def arguments_of(package: Path) -> Iterator[tuple[str, Any]]:
+    """(attribute, default) of the flags that the ``arguments.py`` of a ``megatron`` package declares."""
+    path = next(
+        path for path in (package / "training/arguments.py", package / "arguments.py") if path.is_file()
+    )
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument"):
+            continue
+        words = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+        named = {keyword.arg: keyword.value for keyword in node.keywords}
+        names = [word for word in words if str(word).startswith("--")]
+        values = {key: _literal(named[key]) for key in ("dest", "default", "action") if key in named}
+        if names:
+            switch = {"store_true": False, "store_false": True}.get(values.get("action", ""))
+            yield values.get("dest", names[0][2:].replace("-", "_")), values.get("default", switch)
+
+
+def earlier_arguments(packages: Sequence[Path]) -> Iterator[str]:
+    """The lines of the table; of an attribute that several packages have, the first one's default."""
+    from hexad.compat.megatron.flags import FLAGS
+
+    known = {flag.attribute for flag in FLAGS.values()}
+    found: dict[str, Any] = {}
+    for package in packages:
+        for name, default in arguments_of(package):
+            found.setdefault(name, default)
+    yield from (f"{name}={json.dumps(value)}" for name, value in sorted(found.items()) if name not in known)
+
+
 def count(sources: Sequence[Path]) -> dict[str, Any]:
     """The counts of checkouts, and what files lack."""
     from hexad.compat.megatron.installed import CONSTANTS, MODULES, UNSUPPORTED
@@ -157,16 +226,23 @@ def main() -> None:
     )
     parser.add_argument("sources", type=Path, nargs="*", help="checkouts, or packages for --table")
     parser.add_argument("--table", type=Path, help="write the names of packages, and nothing else")
+    parser.add_argument("--arguments", type=Path, help="write the arguments of packages, and nothing else")
+    parser.add_argument("--settings", type=Path, help="write settings of packages, and nothing else")
     parser.add_argument("--output", type=Path, help="result file")
     parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.resolve:
         _resolve()
         return
-    if options.table:
-        lines = "".join(line + "\n" for line in table(options.sources))
-        options.table.write_text(HEAD + lines, encoding="utf-8")
-        return
+    tables = (
+        (options.table, HEAD, table),
+        (options.arguments, ARGUMENTS_HEAD, earlier_arguments),
+        (options.settings, SETTINGS_HEAD, settings),
+    )
+    for path, head, lines in tables:
+        if path:
+            path.write_text(head + "".join(line + "\n" for line in lines(options.sources)), encoding="utf-8")
+            return
     results = count(options.sources)
     for name, number in list(results["lacking"].items())[:40]:
         print(f"{number} files: {name}")

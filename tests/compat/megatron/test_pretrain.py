@@ -37,9 +37,11 @@ def metrics(run: Path) -> list[float]:
     return [row.get(name, 0.0) for row in rows for name in names]
 
 
-def pretrained(ranks: int, *flags: str, first: list[str] = FLAGS) -> subprocess.CompletedProcess[str]:
+def pretrained(
+    ranks: int, *flags: str, first: list[str] = FLAGS, script: Path = SCRIPT
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "hexad.compat.megatron", str(SCRIPT), *first, *flags]
+    command += ["-m", "hexad.compat.megatron", str(script), *first, *flags]
     return forks.run(command, capture_output=True, text=True, timeout=240)
 
 
@@ -51,6 +53,29 @@ def test_a_script_trains_as_a_run_does(tmp_path: Path) -> None:
     assert call("megatron", "--", *FLAGS, "--mock-data", "--save", str(run)).status == 0
     assert metrics(script) == pytest.approx(metrics(run), rel=3e-5)
     assert metrics(run)[-4] < metrics(run)[0]
+
+
+ZERO = ["--deepspeed", "--zero-stage", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("newest_script", ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+        ("megatron_deepspeed_script", ["--pipeline-model-parallel-size", "2", *ZERO]),
+        pytest.param("megatron_deepspeed_script", ["--other", *ZERO], marks=pytest.mark.slow),
+    ],
+)
+def test_scripts_of_other_releases_train_as_a_run_does(name: str, flags: list[str], tmp_path: Path) -> None:
+    assert call("megatron", "--", *FLAGS, "--mock-data", "--save", str(tmp_path / "run")).status == 0
+    if "--deepspeed" in flags:
+        config = tmp_path / "ds.json"
+        config.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
+        flags = [*flags, "--deepspeed_config", str(config)]
+    script = SCRIPT.with_name(f"{name}.py")
+    done = pretrained(2, *flags, "--mock-data", "--save", str(tmp_path / "script"), script=script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics(tmp_path / "script") == pytest.approx(metrics(tmp_path / "run"), rel=3e-5)
 
 
 RAMP = "--train-samples 24 --rampup-batch-size 4 4 8"

@@ -15,6 +15,7 @@ WHERE = {
     "comm.comm": "comm",
     "compression.helper": "utils",
     "constants": "entry",
+    "env_report": "env_report",
     "launcher.runner": "entry",
     "moe.utils": "utils",
     "ops": "ops",

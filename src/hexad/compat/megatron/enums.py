@@ -65,6 +65,7 @@ class CudaGraphScope(Enum):
     moe_router = 5
     moe_preprocess = 6
     mamba = 7
+    full_iteration_inference = 8
 
 
 class PositionEmbeddingType(Enum):

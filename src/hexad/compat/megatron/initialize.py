@@ -23,6 +23,7 @@ from hexad.model.transformer import factored_mesh
 from ..facade import world
 from . import parallel_state
 from .arguments import ExtraArguments, Line, derive, naming_flags, parse, values_of_flags
+from .earlier import add_earlier
 from .installed import check_arguments
 from .translate import LineTranslation, translated
 
@@ -144,7 +145,7 @@ def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) ->
         if getattr(args, name, None) is None:
             setattr(args, name, value)
     derive(args, _here().world)
-    _set_formats(args)
+    _complete(args)
     _parsed.complete = True
     return args
 
@@ -158,8 +159,9 @@ def parse_and_validate_args(
     return validate_args(parse_args(extra_args_provider, ignore_unknown_args), args_defaults)
 
 
-def _set_formats(arguments: Namespace) -> None:
-    """Set the format of parameters, and counters."""
+def _complete(arguments: Namespace) -> None:
+    """Set the format of parameters, counters, and what only earlier releases have."""
+    add_earlier(arguments)
     half = torch.bfloat16 if arguments.bf16 else torch.float32
     arguments.params_dtype = torch.half if arguments.fp16 else half
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
@@ -219,7 +221,7 @@ def initialize_megatron(
     line, translation, common = agreed(read, world.mesh_of(world.join()).world) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
-    _set_formats(arguments)
+    _complete(arguments)
     if here.rank == 0:
         for note in translation.notes:
             print(f"hexad: {note}", file=sys.stderr)

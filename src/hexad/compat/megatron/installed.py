@@ -9,7 +9,7 @@ from hexad.config import HexadError, did_you_mean
 from ..facade.names import read_names
 
 _MODULES = {
-    "datasets": "core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
+    "datasets": "data.gpt_dataset core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
     "core.datasets.utils",
     "enums": "core.enums core.transformer.enums enums model.enums",
     "gpt": "core.models.gpt core.models.gpt.gpt_model legacy.model model model.gpt_model",
@@ -39,7 +39,9 @@ NAMES = {
     "core.inference.common_inference_params.CommonInferenceParams": "settings",
     "model.ModelType": "transformer",
     "core.models.gpt.heterogeneous.heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec": "transformer",
+    "core.tokenizers.text.utils.build_tokenizer.build_tokenizer": "initialize",
     "core.tokenizers.utils.build_tokenizer.build_tokenizer": "initialize",
+    "training.tokenizer.build_tokenizer": "initialize",
     "training.argument_utils.core_transformer_config_from_args": "transformer",
     "training.argument_utils.gpt_config_from_args": "training",
     "training.argument_utils.pretrain_cfg_container_from_args": "training",
@@ -166,6 +168,7 @@ _INSTEAD = {
     "text_generation_utils": _GENERATION,
     "tokenizer": "use get_tokenizer()",
     "training": _TRAIN,
+    "training.argument_utils": "use gpt_config_from_args: GPTModel is the only model",
     "training.arguments": "use the flags of docs/megatron.md",
     "training.checkpointing": _CHECKPOINTS,
     "training.datasets": _DATA,

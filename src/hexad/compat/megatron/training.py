@@ -30,8 +30,9 @@ from .datasets import (  # noqa: F401
     ScriptValidation,
     get_blend_and_blend_per_split,
     get_ltor_masks_and_position_ids,
+    text_of,
 )
-from .gpt import GPTModel, resolved_model
+from .gpt import GPTModel, GPTModelPipe, resolved_model
 from .initialize import (  # noqa: F401
     get_args,
     get_tokenizer,
@@ -117,6 +118,8 @@ def train_script(
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     parsed_args: Namespace | None = None,
+    data_post_process: Any = None,
+    external_args: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> None:
     """Train as the flags say, with a script's model, data and loss; metrics, checkpoints, validation and
@@ -131,6 +134,9 @@ def train_script(
         extra_args_provider, args_defaults: see :func:`initialize_megatron`.
         parsed_args: of :func:`parse_and_validate_args`.
         process_non_loss_data_func: refused.
+        data_post_process: deepspeedai's Megatron-DeepSpeed passes it, for curricula, which are not supported;
+            its models return the losses of experts too.
+        external_args: values of arguments, of the same.
         others: Megatron-LM's, without effect.
 
     Raises:
@@ -143,15 +149,39 @@ def train_script(
     ignored = "get_embedding_ranks get_position_embedding_ranks inprocess_call_wrapper store"
     absent = "non_loss_data_func p2p_communicator pg_collection"
     check_arguments("pretrain", others, ignored, absent, skip_model_parallel_init=False)
-    initialize_megatron(extra_args_provider, args_defaults, parsed_args=parsed_args)
-    engine = setup_model(model_provider, partial(ScriptEngine, forward_step=forward_step_func))
+    defaults = {**(args_defaults or {}), **(external_args or {})}
+    initialize_megatron(extra_args_provider, defaults, parsed_args=parsed_args)
+    step = _ForwardStep(forward_step_func)
+    if data_post_process is not None:
+        get_args().num_experts = get_args().num_experts or [1]
+    engine = setup_model(model_provider, partial(ScriptEngine, forward_step=step))
+    for stage in engine.stages.values():
+        if isinstance(stage, GPTModel) and not isinstance(stage, GPTModelPipe):
+            stage.returns_expert_losses = data_post_process is not None
     data = list(train_valid_test_dataset_provider(_samples()))
+    step.as_text = isinstance(data[0], FlagsData) and data[0].as_text
     run = Run(parallel_state.get_mesh(), environment(), _validating(resolved_model(), data[1:2]))
     with ExitStack() as stack:
         open_run_directory(run.resolved.config.run, run, stack)
         trainer = _ScriptTrainer(run, engine, *data[:2])
         stack.push(trainer.leave)
         trainer.run_steps()
+
+
+class _ForwardStep:
+    """A script's forward step of a microbatch, or that of its :class:`GPTModelPipe`.
+
+    Attributes:
+        as_text: microbatches of the flags' data are in the form of Megatron-DeepSpeed.
+    """
+
+    def __init__(self, function: ForwardStep) -> None:
+        self._function, self.as_text = function, False
+
+    def __call__(self, iterator: Any, model: Any) -> Any:
+        if self.as_text and iterator is not None:
+            iterator = map(text_of, iterator)
+        return model.step(iterator) if isinstance(model, GPTModelPipe) else self._function(iterator, model)
 
 
 def _samples() -> tuple[int, int, int]:
@@ -372,6 +402,10 @@ class RerunStateMachine:
 def get_rerun_state_machine() -> RerunStateMachine:
     """What scripts validate losses with."""
     return RerunStateMachine()
+
+
+def update_rotary_pos_emb(seq_length: int) -> None:
+    """No-op: the model has its position embeddings."""
 
 
 def cyclic_iter(iterable: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hexad.config import HexadError
 
+from .earlier import SETTINGS
 from .enums import (  # noqa: F401
     AttnBackend,
     AttnMaskType,
@@ -20,7 +21,13 @@ from .initialize import get_args
 
 
 class TransformerConfig(SimpleNamespace):
-    """Any settings of a transformer under Megatron-LM's names, which have to agree with the flags."""
+    """Any settings of a transformer under Megatron-LM's names, which have to agree with the flags; those that
+    are not given have Megatron-Core's defaults."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SETTINGS:
+            return SETTINGS[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}

@@ -35,10 +35,11 @@ SIZES = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
 def write_data(prefix: Path) -> None:
     """Write documents of numbers, each the one before plus a step of its document."""
     draw = np.random.default_rng(1)
-    with IndexedWriter(str(prefix), dtype_for(255)) as writer:
+    with IndexedWriter(str(prefix), dtype_for(256)) as writer:
         for _ in range(200):
             length, first, step = draw.integers((20, 0, 1), (200, 254, 9))
-            writer.add_document((first + step * np.arange(length)) % 254)
+            numbers = (first + step * np.arange(length)) % 254
+            writer.add_document(np.append(numbers, 255))  # the end of a document
 
 
 def losses(checkout: Path, folder: Path, ranks: int, flags: list[str]) -> list[float]:

@@ -242,8 +242,8 @@ def initialize_megatron(
 
 def destroy_megatron() -> None:
     """Discard arguments, mesh and tokenizer; torch's process groups remain."""
-    global _started
-    _started = None
+    global _parsed, _started
+    _parsed = _started = None
     parallel_state.destroy_model_parallel()
 
 

@@ -158,15 +158,14 @@ def send_batch(batch: dict[str, Any]) -> dict[str, Any]:
     axis = mesh.tensor
     if axis.size == 1:
         return batch
-    kinds = {name: (v.dtype, v.shape) if isinstance(v, Tensor) else v for name, v in batch.items()}
-    result: dict[str, Any] = {}
-    for name, kind in gather_objects(kinds if axis.rank == 0 else None, axis)[0].items():
-        result[name] = kind
-        if isinstance(kind, tuple):
-            own = batch[name].to(mesh.device).contiguous() if axis.rank == 0 else None
-            empty = torch.empty(kind[1], dtype=kind[0], device=mesh.device) if own is None else own
-            result[name] = broadcast(empty, axis)
-    return result
+    formats = {name: (v.dtype, v.shape) for name, v in batch.items() if isinstance(v, Tensor)}
+    values = {name: None if name in formats else value for name, value in batch.items()}
+    formats, result = gather_objects((formats, values) if axis.rank == 0 else None, axis)[0]
+    for name, (dtype, shape) in formats.items():
+        own = batch[name].to(mesh.device).contiguous() if axis.rank == 0 else None
+        empty = torch.empty(shape, dtype=dtype, device=mesh.device) if own is None else own
+        result[name] = broadcast(empty, axis)
+    return dict(result)
 
 
 def split_tensor_along_last_dim(

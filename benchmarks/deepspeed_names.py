@@ -29,16 +29,16 @@ from facts import facts
 ACCELERATOR = "get_accelerator()"
 
 
-def bound_names(tree: ast.AST) -> dict[str, str]:
-    """What a file's imports, and assignments of ``get_accelerator()``, bind: name -> name below deepspeed."""
+def bound_names(tree: ast.AST, package: str) -> dict[str, str]:
+    """What a file's imports, and assignments of ``get_accelerator()``, bind: name -> name of the package."""
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == "deepspeed":
-                    bound[alias.asname or "deepspeed"] = alias.name if alias.asname else "deepspeed"
+                if alias.name.split(".")[0] == package:
+                    bound[alias.asname or package] = alias.name if alias.asname else package
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            if node.module.split(".")[0] == "deepspeed":
+            if node.module.split(".")[0] == package:
                 bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names if a.name != "*"}
         elif isinstance(node, ast.Assign) and _called(node.value) == "get_accelerator":
             bound |= {target.id: ACCELERATOR for target in node.targets if isinstance(target, ast.Name)}
@@ -51,14 +51,14 @@ def _called(node: ast.expr) -> str:
     return getattr(function, "attr", getattr(function, "id", ""))
 
 
-def used_names(tree: ast.AST) -> Iterator[str]:
-    """The names below ``deepspeed`` that a file imports or uses, and those of the accelerator."""
-    bound = bound_names(tree)
+def used_names(tree: ast.AST, package: str = "deepspeed") -> Iterator[str]:
+    """The names of a package that a file imports or uses, and those of DeepSpeed's accelerator."""
+    bound = bound_names(tree, package)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.split(".")[0] == "deepspeed")
+            yield from (a.name for a in node.names if a.name.split(".")[0] == package)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            if node.module.split(".")[0] == "deepspeed":
+            if node.module.split(".")[0] == package:
                 yield from (f"{node.module}.{a.name}".removesuffix(".*") for a in node.names)
         elif isinstance(node, ast.Attribute):
             parts, inner = [node.attr], node.value
@@ -89,17 +89,18 @@ def exists(name: str) -> bool:
     return False
 
 
-def names_of_files(source: Path) -> dict[str, list[str]]:
-    """Files that import deepspeed -> the names that they use."""
+def names_of_files(source: Path, package: str = "deepspeed") -> dict[str, list[str]]:
+    """Files that import a package -> the names of it that they use; without those of the package itself,
+    where the checkout has it."""
     names: dict[str, list[str]] = {}
     for path in sorted(source.rglob("*.py")):
         text = path.read_text(encoding="utf-8", errors="replace")
-        if "deepspeed" not in text:
+        if package not in text or path.relative_to(source).parts[0] == package:
             continue
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of escapes in the file
-                used = sorted(set(used_names(ast.parse(text))))
+                used = sorted(set(used_names(ast.parse(text), package)))
         except SyntaxError:  # of Python 2, or a template
             continue
         if used:

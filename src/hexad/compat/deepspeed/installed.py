@@ -1,10 +1,9 @@
 """The modules that scripts import from ``deepspeed``, and the names that Hexad lacks. No torch."""
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator
-from importlib.resources import files
 from typing import Any
+
+from ..facade.names import read_names
 
 WHERE = {
     "accelerator": "accelerator",
@@ -16,6 +15,7 @@ WHERE = {
     "comm.comm": "comm",
     "compression.helper": "utils",
     "constants": "entry",
+    "env_report": "env_report",
     "launcher.runner": "entry",
     "moe.utils": "utils",
     "ops": "ops",
@@ -163,39 +163,7 @@ _EMPTY: dict[str, Any] = {
 """What the package finds out when it is installed or imported: there are no kernels."""
 
 
-def _table() -> Iterator[tuple[str, str]]:
-    """(module, name) of every line of ``names.txt``, whose head describes the format."""
-    for line in files(__package__).joinpath("names.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        module, _, names = line.partition(":")
-        yield module, ""
-        yield from ((module, name) for name in names.split())
-
-
-def _instead(name: str) -> str:
-    """What to do instead of using a name: the row of the longest part of it."""
-    while name not in _INSTEAD:
-        name = name.rpartition(".")[0]
-    return _INSTEAD[name]
-
-
-def _read() -> tuple[list[str], dict[str, str], dict[str, Any]]:
-    modules: list[str] = []
-    unsupported, constants = dict[str, str](), dict[str, Any]()
-    earlier = ((module, name) for module, names in _EARLIER.items() for name in names.split())
-    for module, name in (*_table(), *earlier):
-        short, equals, value = name.partition("=")
-        full = f"{module}.{short}".strip(".")
-        if not name:
-            modules += [module] if module else []
-        elif equals:
-            constants[full] = json.loads(value)
-        else:
-            unsupported[full] = _instead(full)
-    return modules, unsupported, constants | _EMPTY
-
-
-MODULES, UNSUPPORTED, CONSTANTS = _read()
+_NAMES = read_names(__package__, _INSTEAD, _EARLIER, _EMPTY)
+MODULES, UNSUPPORTED, CONSTANTS = _NAMES.modules, _NAMES.unsupported, _NAMES.constants
 """DeepSpeed's modules; names below ``deepspeed`` -> what to do instead of using them, where this package
 lacks them; names of constants -> their values."""

@@ -3,15 +3,16 @@ package that they look for, by Python's import and metadata protocols; and the r
 
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 
 
 class _Found(Distribution):
@@ -177,12 +178,28 @@ def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, st
 
 def run_script(install: Callable[[], None], command: Sequence[str], as_module: bool = False) -> None:
     """Run a script, or a module by name, as Python's command line does, after ``install()``; ``command`` has
-    its arguments too."""
+    its arguments too. What Hexad refuses ends it with one line, which says where in the script."""
     install()
     sys.argv = list(command)
-    if as_module:
-        sys.path.insert(0, "")
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
-        return
-    sys.path.insert(0, str(Path(command[0]).resolve().parent))
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        if as_module:
+            sys.path.insert(0, "")
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(command[0]).resolve().parent))
+            runpy.run_path(command[0], run_name="__main__")
+    except HexadError as error:
+        place = _place(error.__traceback__)
+        print(f"hexad: error: {one_line(error)}{place}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line of a script, or of a library, that an error has passed; empty if there is none."""
+    package = str(Path(__file__).parents[2])
+    lines = [
+        f" ({Path(frame.filename).name}:{frame.lineno})"
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith((package, "<"))
+    ]
+    return lines[-1] if lines else ""

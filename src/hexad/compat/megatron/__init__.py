@@ -66,7 +66,8 @@ def ignored_flags() -> tuple[str, ...]:
 
 def install(ignore: Iterable[str] = ()) -> None:
     """Make ``import megatron`` return this package in this process, with the modules of Megatron-Core and of
-    older releases; ``docs/megatron.md`` lists them.
+    older releases; ``docs/megatron.md`` lists them. Without a GPU, what the script does on one happens on the
+    CPU.
 
     Args:
         ignore: flags of the launch line to ignore with their values, known or not; each is reported.
@@ -75,11 +76,14 @@ def install(ignore: Iterable[str] = ()) -> None:
         HexadError: a megatron package has been imported.
     """
     from ..facade.installed import install as install_package
-    from .installed import NAMES, UNSUPPORTED, WHERE
+    from ..facade.without_gpu import use_cpu_for_cuda
+    from .installed import CONSTANTS, MODULES, NAMES, UNSUPPORTED, WHERE
 
     global _ignored
     _ignored += tuple(ignore)
-    install_package(sys.modules[__name__], "megatron", WHERE, UNSUPPORTED, NAMES)
+    package = sys.modules[__name__]
+    install_package(package, "megatron", WHERE, UNSUPPORTED, NAMES, MODULES, CONSTANTS)
+    use_cpu_for_cuda()
 
 
 def __dir__() -> list[str]:

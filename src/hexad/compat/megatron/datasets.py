@@ -18,6 +18,7 @@ from hexad.topology.mesh import Mesh
 
 from .arguments import batch_settings
 from .initialize import get_args
+from .installed import check_arguments
 from .transformer import check_agrees
 
 Batch = dict[str, Tensor]
@@ -38,9 +39,11 @@ class MockGPTDataset(GPTDataset):
 
 @dataclass(frozen=True)
 class FlagsData:
-    """The data of the flags, which Hexad's loader reads for ``pretrain``: a script asked for ``samples``."""
+    """The data of the flags, which Hexad's loader reads for ``pretrain``: a script asked for ``samples``;
+    ``as_text``: in the form of Megatron-DeepSpeed."""
 
     samples: int | None
+    as_text: bool = False
 
     def __len__(self) -> int:
         return self.samples or 0
@@ -73,12 +76,49 @@ class BlendedMegatronDatasetBuilder:
         known = {"sequence_length": args.seq_length, "random_seed": args.seed}
         known |= {name: getattr(args, name) for name in names}
         known |= dict(zip(("blend", "blend_per_split"), get_blend_and_blend_per_split(args)))
-        check_agrees("GPTDatasetConfig", {name: getattr(config, name, None) for name in known}, known)
+        settings = {name: getattr(config, name, None) for name in known}
+        if settings["blend_per_split"] is not None and not any(settings["blend_per_split"]):
+            settings["blend_per_split"] = None  # earlier releases list those that are missing
+        check_agrees("GPTDatasetConfig", settings, known)
         self._sizes = sizes
 
     def build(self) -> list[FlagsData]:
         """The data for training, validation and testing."""
         return [FlagsData(size) for size in self._sizes]
+
+
+def build_train_valid_test_datasets(
+    data_prefix: Sequence[str] | None,
+    data_impl: str,
+    splits_string: str,
+    train_valid_test_num_samples: Sequence[int | None],
+    seq_length: int,
+    seed: int,
+    skip_warmup: bool,
+    train_data_prefix: Any = None,
+    valid_data_prefix: Any = None,
+    test_data_prefix: Any = None,
+    return_doc_ids: bool = False,
+    *,
+    data_cache_path: str | None = None,
+) -> list[FlagsData]:
+    """Megatron-DeepSpeed's function: the data of the flags for training, validation and testing.
+
+    Raises:
+        HexadError: settings that are not those of the flags.
+    """
+    args = get_args()
+    known = {"data_prefix": args.data_path, "splits_string": args.split, "seq_length": args.seq_length}
+    given = {"data_prefix": data_prefix, "splits_string": splits_string, "seq_length": seq_length}
+    check_agrees("build_train_valid_test_datasets", {**given, "seed": seed}, {**known, "seed": args.seed})
+    return [FlagsData(size, as_text=True) for size in train_valid_test_num_samples]
+
+
+def text_of(batch: Any) -> Any:
+    """A batch in the form of Megatron-DeepSpeed: ``text``, tokens and the one after them."""
+    if not isinstance(batch, dict) or "labels" not in batch:
+        return batch
+    return {"text": torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)}
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
@@ -144,9 +184,14 @@ def get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     pad_token: int | None = None,
     pad_mask_loss: bool = False,
+    **others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Masks and positions of tokens ``[b, s]``: the attention mask ``[b or 1, 1, s, s]``, true where masked,
-    the loss mask ``[b, s]`` and the position ids ``[b, s]``. A document ends with ``eod_token``."""
+    the loss mask ``[b, s]`` and the position ids ``[b, s]``. A document ends with ``eod_token``.
+    ``others`` are Megatron-DeepSpeed's, with their defaults."""
+    check_arguments(
+        "get_ltor_masks_and_position_ids", others, "skip_mask", "prefix_indices", loss_on_targets_only=False
+    )
     ends = torch.zeros_like(data, dtype=torch.bool) if eod_token is None else data == eod_token
     starts = torch.zeros_like(ends)
     starts[:, 1:] = ends[:, :-1]

@@ -1,6 +1,6 @@
 """Megatron-LM's ``GPTModel`` over Hexad's transformer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from hexad.planning import Resolved, resolve
 
 from . import parallel_state
 from .arguments import naming_flags
+from .enums import AttnMaskType
 from .initialize import get_args, get_config
 from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
@@ -84,6 +85,7 @@ class GPTModel(Transformer):
 
     Attributes:
         passes: training passes so far, which dropout is keyed by.
+        returns_expert_losses: return an empty list of experts' losses too, as Megatron-DeepSpeed does.
 
     Raises:
         HexadError: before ``initialize_megatron``, or stages that are not those of the layout.
@@ -156,6 +158,7 @@ class GPTModel(Transformer):
         self._isolated, self._data_rank = settings.data.documents == "isolate", mesh.data.rank
         self._checked = False
         self._input: Tensor | None = None
+        self.returns_expert_losses = False
 
     def _head_is_a_layer(self) -> None:
         """The backward pass of the logits needs the head's weight, as that of a layer. Hexad's own loss
@@ -181,7 +184,7 @@ class GPTModel(Transformer):
         labels: Tensor | None = None,
         runtime_gather_output: bool | None = None,
         **others: Any,
-    ) -> Tensor:
+    ) -> Any:
         """Losses, logits or hidden states.
 
         Args:
@@ -198,6 +201,7 @@ class GPTModel(Transformer):
             On the last stage with ``labels``: the losses of all tokens, ``[b, s]``, in at least float32.
             Without: logits, ``[b, s, padded vocab / size]``, or of all columns.
             On other stages: hidden states for the next one.
+            With ``returns_expert_losses`` that and an empty list.
 
         Raises:
             HexadError: positions or a mask that Hexad does not compute; checked in the first pass only.
@@ -207,6 +211,12 @@ class GPTModel(Transformer):
         check_arguments("GPTModel", {"decoder_input": decoder_input, **others}, "loss_mask", absent)
         tokens = input_ids.contiguous()
         self._check(tokens, position_ids, attention_mask)
+        result = self._result(tokens, position_ids, labels, runtime_gather_output)
+        return (result, []) if self.returns_expert_losses else result
+
+    def _result(
+        self, tokens: Tensor, position_ids: Tensor | None, labels: Tensor | None, gather: bool | None
+    ) -> Tensor:
         hidden = super().forward(
             tokens, self._spans(tokens, position_ids), inputs=self._input, key=self._key(tokens)
         )
@@ -215,7 +225,7 @@ class GPTModel(Transformer):
         logits = self.logits(hidden).unflatten(0, tuple(tokens.shape))
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels)
-        whole = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
+        whole = not self.parallel_output if gather is None else gather
         return gather_from_tensor_model_parallel_region(logits) if whole else logits
 
     def _spans(self, tokens: Tensor, position_ids: Tensor | None) -> Spans | None:
@@ -243,6 +253,39 @@ class GPTModel(Transformer):
             raise HexadError("attention_mask: found one that is not causal; pass None")
         if not self._isolated and position_ids is not None and not bool((position_ids == places).all()):
             raise HexadError("position_ids: found others than 0, 1, ...; add --reset-position-ids")
+
+
+class GPTModelPipe(GPTModel):
+    """Megatron-DeepSpeed's model of a pipeline, whose script says how a batch is read: see :meth:`step`.
+
+    Raises:
+        HexadError: as :class:`GPTModel`.
+    """
+
+    _megatron_batch_fn: Callable[[Any], Any] | None = None
+
+    def __init__(self, *inputs: Any, attn_mask_type: Any = None, **named: Any) -> None:
+        if attn_mask_type not in (None, AttnMaskType.causal):
+            raise HexadError(f"GPTModelPipe: found {attn_mask_type}; use AttnMaskType.causal")
+        super().__init__(*inputs, **named)
+
+    def step(self, iterator: Iterator[Any]) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        """This stage's result of the next microbatch, and the loss function of the last one's: the mean over
+        the tokens of the mask.
+
+        Raises:
+            HexadError: the script has not set ``_megatron_batch_fn``.
+        """
+        if self._megatron_batch_fn is None:
+            raise HexadError("GPTModelPipe: _megatron_batch_fn is missing; set it, as pretrain_gpt.py does")
+        (tokens, positions, mask), (labels, loss_mask) = self._megatron_batch_fn(next(iterator))
+
+        def loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            weights = loss_mask.view(-1).to(losses.dtype)
+            mean = (losses.view(-1) * weights).sum() / weights.sum()
+            return mean, {"lm loss": mean.detach()}
+
+        return self(tokens, positions, mask, labels=labels), loss
 
 
 class GPTEngine(Engine):

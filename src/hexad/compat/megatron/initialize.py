@@ -23,6 +23,8 @@ from hexad.model.transformer import factored_mesh
 from ..facade import world
 from . import ignored_flags, parallel_state
 from .arguments import ExtraArguments, Line, derive, naming_flags, parse, values_of_flags
+from .earlier import add_earlier
+from .installed import check_arguments
 from .translate import LineTranslation, translated
 
 
@@ -71,7 +73,7 @@ class _Null(own.ByteTokenizer):
         return " ".join(map(str, ids))
 
 
-def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> MegatronTokenizer | None:
+def _tokenizer_of(translation: LineTranslation, arguments: Namespace) -> MegatronTokenizer | None:
     """The tokenizer that the flags name; sets ``padded_vocab_size``. None where they name none.
 
     Raises:
@@ -104,6 +106,68 @@ class _Started:
 _started: _Started | None = None
 
 
+@dataclass
+class _Parsed:
+    """What ``parse_args`` has read, until ``initialize_megatron`` uses it."""
+
+    line: Line
+    complete: bool = False  # by validate_args
+
+
+_parsed: _Parsed | None = None
+
+
+def parse_args(
+    extra_args_provider: ExtraArguments | None = None, ignore_unknown_args: bool = False
+) -> Namespace:
+    """Read ``sys.argv``; ``validate_args`` completes the arguments, and ``initialize_megatron`` uses them.
+
+    Raises:
+        ConfigError: flags that are not known, malformed, or that Hexad cannot honour.
+    """
+    global _parsed
+    flags = ignored_flags()
+    _parsed = _Parsed(parse(sys.argv[1:], None, extra_args_provider, ignore_unknown_args, ignore=flags))
+    arguments, here = _parsed.line.arguments, _here()
+    arguments.rank, arguments.local_rank, arguments.world_size = here.rank, here.local_rank, here.world
+    return arguments
+
+
+def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
+    """Complete the arguments of :func:`parse_args`; ``defaults`` are values of those without one.
+
+    Raises:
+        ConfigError: flags that do not fit.
+        HexadError: others than those of :func:`parse_args`.
+    """
+    if _parsed is None or args is not _parsed.line.arguments:
+        raise HexadError("validate_args: found other arguments than those of parse_args(); pass these")
+    for name, value in (defaults or {}).items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
+    derive(args, _here().world)
+    _complete(args)
+    _parsed.complete = True
+    return args
+
+
+def parse_and_validate_args(
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+) -> Namespace:
+    """:func:`parse_args` and :func:`validate_args`."""
+    return validate_args(parse_args(extra_args_provider, ignore_unknown_args), args_defaults)
+
+
+def _complete(arguments: Namespace) -> None:
+    """Set the format of parameters, counters, and what only earlier releases have."""
+    add_earlier(arguments)
+    half = torch.bfloat16 if arguments.bf16 else torch.float32
+    arguments.params_dtype = torch.half if arguments.fp16 else half
+    arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
+
+
 def initialize_megatron(
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
@@ -112,6 +176,8 @@ def initialize_megatron(
     skip_mpu_initialization: bool = False,
     settings: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    parsed_args: Namespace | None = None,
+    **others: Any,
 ) -> None:
     """Read ``sys.argv``, join the world, create the groups, and seed the random number generators.
 
@@ -126,32 +192,40 @@ def initialize_megatron(
         skip_mpu_initialization: neither join a world nor create groups.
         settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
         ignore: flags to ignore with their values, known or not, beside those of ``install(ignore=...)``.
+        parsed_args: what :func:`parse_args` has returned, which is used in place of ``sys.argv``.
+        others: Megatron-LM's, without effect.
 
     Raises:
         AgreedError: ranks have other flags or ``settings`` than the first, or some of them fail; on all.
         ConfigError: flags that are not known, malformed, do not fit the world, or that Hexad cannot honour.
         HexadError: it has been called before.
     """
-    global _started
+    global _parsed, _started
+    ignored = "get_embedding_ranks get_position_embedding_ranks skip_random_seed store"
+    check_arguments("initialize_megatron", others, ignored)
     if _started is not None:
         raise HexadError("initialize_megatron: has been called before; call destroy_megatron first")
     settings = tuple(settings)
     here = _here()
 
     def read() -> tuple[Line, LineTranslation, dict[str, Any]]:
-        flags = (*ignored_flags(), *ignore)
-        line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args, ignore=flags)
+        if parsed_args is None:
+            flags = (*ignored_flags(), *ignore)
+            line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args, ignore=flags)
+        elif _parsed is None or parsed_args is not _parsed.line.arguments:
+            raise HexadError("parsed_args: found others than those of parse_args(); pass these")
+        else:
+            line = _parsed.line
         common = {**values_of_flags(line.arguments), "settings": settings}
-        derive(line.arguments, here.world)
+        if parsed_args is None or _parsed is None or not _parsed.complete:
+            derive(line.arguments, here.world)
         return line, translated(line, script=True), common
 
     joined = dist.is_initialized() and not skip_mpu_initialization
     line, translation, common = agreed(read, world.mesh_of(world.join()).world) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
-    half = torch.bfloat16 if arguments.bf16 else torch.float32
-    arguments.params_dtype = torch.half if arguments.fp16 else half
-    arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
+    _complete(arguments)
     if here.rank == 0:
         for note in translation.notes:
             print(f"hexad: {note}", file=sys.stderr)
@@ -162,17 +236,18 @@ def initialize_megatron(
 
     def prepare() -> MegatronTokenizer | None:
         translation.write_files("data")
-        return build_tokenizer(translation, arguments)
+        return _tokenizer_of(translation, arguments)
 
     # Hosts may not share a file system.
     tokenizer = prepare() if skip_mpu_initialization else agreed(prepare, parallel_state.get_mesh().world)
     _started = _Started(arguments, translation, tokenizer, settings)
+    _parsed = None
 
 
 def destroy_megatron() -> None:
     """Discard arguments, mesh and tokenizer; torch's process groups remain."""
-    global _started
-    _started = None
+    global _parsed, _started
+    _parsed = _started = None
     parallel_state.destroy_model_parallel()
 
 
@@ -230,8 +305,10 @@ def get_args() -> Namespace:
     """The arguments, with Megatron-LM's names.
 
     Raises:
-        HexadError: before :func:`initialize_megatron`.
+        HexadError: before :func:`initialize_megatron`, or :func:`validate_args`.
     """
+    if _started is None and _parsed is not None and _parsed.complete:
+        return _parsed.line.arguments
     return _current().arguments
 
 
@@ -245,6 +322,11 @@ def get_tokenizer() -> MegatronTokenizer:
     if tokenizer is None:
         raise HexadError("--tokenizer-type: is missing; get_tokenizer needs it")
     return tokenizer
+
+
+def build_tokenizer(args: Namespace, **_: Any) -> MegatronTokenizer:
+    """The tokenizer that the flags name; see :func:`get_tokenizer`."""
+    return get_tokenizer()
 
 
 def get_config() -> Config:

@@ -207,6 +207,8 @@ _AXES_OF = {
     "tensor_model_parallel": "tensor",
     "pipeline_model_parallel": "pipeline",
     "context_parallel": "context",
+    "sequence_parallel": "context",  # DeepSpeed's word
+    "sequence_data_parallel": "data-context",
     "data_parallel": "data",
     "model_parallel": "tensor-pipeline",
     "tensor_and_context_parallel": "tensor-context",

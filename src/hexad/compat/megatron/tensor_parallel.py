@@ -152,6 +152,22 @@ def broadcast_data(
     return result
 
 
+def send_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary of tensors, and other values, of the first tensor rank on all tensor ranks."""
+    mesh = parallel_state.get_mesh()
+    axis = mesh.tensor
+    if axis.size == 1:
+        return batch
+    formats = {name: (v.dtype, v.shape) for name, v in batch.items() if isinstance(v, Tensor)}
+    values = {name: None if name in formats else value for name, value in batch.items()}
+    formats, result = gather_objects((formats, values) if axis.rank == 0 else None, axis)[0]
+    for name, (dtype, shape) in formats.items():
+        own = batch[name].to(mesh.device).contiguous() if axis.rank == 0 else None
+        empty = torch.empty(shape, dtype=dtype, device=mesh.device) if own is None else own
+        result[name] = broadcast(empty, axis)
+    return dict(result)
+
+
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> list[Tensor]:

@@ -2,9 +2,10 @@
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,16 +30,86 @@ from .datasets import (  # noqa: F401
     ScriptValidation,
     get_blend_and_blend_per_split,
     get_ltor_masks_and_position_ids,
+    text_of,
 )
-from .gpt import resolved_model
-from .initialize import get_args, get_tokenizer, initialize_megatron  # noqa: F401
+from .gpt import GPTModel, GPTModelPipe, resolved_model
+from .initialize import (  # noqa: F401
+    get_args,
+    get_tokenizer,
+    initialize_megatron,
+    parse_and_validate_args,
+    parse_args,
+    seed_generators,
+    validate_args,
+)
+from .installed import check_arguments
 from .schedules import ForwardStep, ScriptEngine, get_num_microbatches, setup_model  # noqa: F401
-from .transformer import ModelType, core_transformer_config_from_args  # noqa: F401
+from .tensor_parallel import send_batch
+from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 
 Provider = Callable[[Sequence[int]], Sequence[Any]]
 
 
-def pretrain(
+@dataclass
+class PretrainConfigContainer:
+    """A script's settings, as ``pretrain`` takes them since Megatron-LM core_v0.18.
+
+    Attributes:
+        arguments: of :func:`parse_and_validate_args`.
+        model: of :func:`gpt_config_from_args`.
+    """
+
+    arguments: Namespace
+    model: Any = None
+
+
+class GPTModelConfig(TransformerConfig):
+    """The settings of a :class:`GPTModel`: those of the flags."""
+
+
+def gpt_config_from_args(args: Namespace, model_config_cls: Any = GPTModelConfig) -> Any:
+    """The settings of the model that the flags describe.
+
+    Raises:
+        HexadError: a class of the script's own.
+    """
+    if model_config_cls is not GPTModelConfig:
+        name = getattr(model_config_cls, "__name__", model_config_cls)
+        raise HexadError(
+            f"gpt_config_from_args: found the class {name}; leave it out: the model is that of the flags"
+        )
+    return GPTModelConfig(**vars(core_transformer_config_from_args(args)))
+
+
+def pretrain_cfg_container_from_args(args: Namespace, model_cfg: Any = None) -> PretrainConfigContainer:
+    """The settings of the flags."""
+    return PretrainConfigContainer(args, model_cfg)
+
+
+def _of_flags(pre_process: bool, post_process: bool) -> nn.Module:
+    """The model provider of scripts that pass settings instead of one."""
+    return GPTModel(pre_process=pre_process, post_process=post_process)
+
+
+def pretrain(*arguments: Any, **named: Any) -> None:
+    """Train as the flags say, with a script's data and loss; see :func:`train_script` for arguments.
+
+    Since Megatron-LM core_v0.18 the first argument is a :class:`PretrainConfigContainer`, and the model
+    provider, if any, the fifth; before it they were data sets, model provider, model type and forward step,
+    of which bigscience-workshop's Megatron-DeepSpeed leaves out the type.
+    """
+    if arguments and isinstance(arguments[0], PretrainConfigContainer):
+        container, arguments = arguments[0], arguments[1:]
+        names = ("train_valid_test_dataset_provider", "model_type", "forward_step_func", "model_provider")
+        named = {**dict(zip(names, arguments)), **named, "parsed_args": container.arguments}
+        named["model_provider"] = named.get("model_provider") or _of_flags
+        arguments = arguments[len(names) :]
+    elif len(arguments) == 3 and callable(arguments[2]):
+        arguments = (*arguments[:2], ModelType.encoder_or_decoder, arguments[2])
+    train_script(*arguments, **named)
+
+
+def train_script(
     train_valid_test_dataset_provider: Provider,
     model_provider: Callable[..., nn.Module],
     model_type: ModelType,
@@ -46,11 +117,10 @@ def pretrain(
     process_non_loss_data_func: Any = None,
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
-    get_embedding_ranks: Any = None,
-    get_position_embedding_ranks: Any = None,
-    non_loss_data_func: Any = None,
-    store: Any = None,
-    inprocess_call_wrapper: Any = None,
+    parsed_args: Namespace | None = None,
+    data_post_process: Any = None,
+    external_args: Mapping[str, Any] | None = None,
+    **others: Any,
 ) -> None:
     """Train as the flags say, with a script's model, data and loss; metrics, checkpoints, validation and
     stops are those of ``hexad train``. All ranks call this together.
@@ -62,26 +132,56 @@ def pretrain(
         model_type: ``encoder_or_decoder``.
         forward_step_func: see :func:`get_forward_backward_func`.
         extra_args_provider, args_defaults: see :func:`initialize_megatron`.
-        get_embedding_ranks, get_position_embedding_ranks, store, inprocess_call_wrapper: accepted without
-            effect.
-        process_non_loss_data_func, non_loss_data_func: refused.
+        parsed_args: of :func:`parse_and_validate_args`.
+        process_non_loss_data_func: refused.
+        data_post_process: deepspeedai's Megatron-DeepSpeed passes it, for curricula, which are not supported;
+            its models return the losses of experts too.
+        external_args: values of arguments, of the same.
+        others: Megatron-LM's, without effect.
 
     Raises:
         HexadError: anything the user can fix; the same on every rank.
     """
     if model_type is not ModelType.encoder_or_decoder:
         raise HexadError(f"pretrain: found model type {model_type}; use ModelType.encoder_or_decoder")
-    if process_non_loss_data_func is not None or non_loss_data_func is not None:
+    if process_non_loss_data_func is not None:
         raise HexadError("pretrain: found functions for other data than losses; leave them out")
-    initialize_megatron(extra_args_provider, args_defaults)
-    engine = setup_model(model_provider, partial(ScriptEngine, forward_step=forward_step_func))
+    ignored = "get_embedding_ranks get_position_embedding_ranks inprocess_call_wrapper store"
+    absent = "non_loss_data_func p2p_communicator pg_collection"
+    check_arguments("pretrain", others, ignored, absent, skip_model_parallel_init=False)
+    defaults = {**(args_defaults or {}), **(external_args or {})}
+    initialize_megatron(extra_args_provider, defaults, parsed_args=parsed_args)
+    step = _ForwardStep(forward_step_func)
+    if data_post_process is not None:
+        get_args().num_experts = get_args().num_experts or [1]
+    engine = setup_model(model_provider, partial(ScriptEngine, forward_step=step))
+    for stage in engine.stages.values():
+        if isinstance(stage, GPTModel) and not isinstance(stage, GPTModelPipe):
+            stage.returns_expert_losses = data_post_process is not None
     data = list(train_valid_test_dataset_provider(_samples()))
+    step.as_text = isinstance(data[0], FlagsData) and data[0].as_text
     run = Run(parallel_state.get_mesh(), environment(), _validating(resolved_model(), data[1:2]))
     with ExitStack() as stack:
         open_run_directory(run.resolved.config.run, run, stack)
         trainer = _ScriptTrainer(run, engine, *data[:2])
         stack.push(trainer.leave)
         trainer.run_steps()
+
+
+class _ForwardStep:
+    """A script's forward step of a microbatch, or that of its :class:`GPTModelPipe`.
+
+    Attributes:
+        as_text: microbatches of the flags' data are in the form of Megatron-DeepSpeed.
+    """
+
+    def __init__(self, function: ForwardStep) -> None:
+        self._function, self.as_text = function, False
+
+    def __call__(self, iterator: Any, model: Any) -> Any:
+        if self.as_text and iterator is not None:
+            iterator = map(text_of, iterator)
+        return model.step(iterator) if isinstance(model, GPTModelPipe) else self._function(iterator, model)
 
 
 def _samples() -> tuple[int, int, int]:
@@ -134,10 +234,12 @@ class _ScriptTrainer(Trainer):
 # In a forward step
 
 
-def get_batch_on_this_tp_rank(data_iterator: Any, **_: Any) -> dict[str, Tensor | None]:
-    """The next microbatch on this rank's device; every rank has an iterator of its own, so that nothing is
-    sent. A dictionary is passed on."""
-    batch = data_iterator if isinstance(data_iterator, dict) else next(data_iterator)
+def get_batch_on_this_tp_rank(data_iterator: Any, **_: Any) -> dict[str, Any]:
+    """The next microbatch on this rank's device. Every rank has an iterator of its own, so that nothing is
+    sent; a dictionary is that of the first tensor rank, which others receive."""
+    if isinstance(data_iterator, dict):
+        return send_batch(data_iterator)
+    batch = next(data_iterator)
     device = parallel_state.get_mesh().device
     names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     known = {name: batch.get(name) for name in names}
@@ -300,6 +402,10 @@ class RerunStateMachine:
 def get_rerun_state_machine() -> RerunStateMachine:
     """What scripts validate losses with."""
     return RerunStateMachine()
+
+
+def update_rotary_pos_emb(seq_length: int) -> None:
+    """No-op: the model has its position embeddings."""
 
 
 def cyclic_iter(iterable: Any) -> Iterator[Any]:

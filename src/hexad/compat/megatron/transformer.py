@@ -3,26 +3,31 @@ model is the one that the flags describe, and what a script passes has to agree 
 
 from argparse import Namespace
 from dataclasses import dataclass
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
 from hexad.config import HexadError
 
+from .earlier import SETTINGS
+from .enums import (  # noqa: F401
+    AttnBackend,
+    AttnMaskType,
+    AttnType,
+    CudaGraphScope,
+    LayerType,
+    ModelType,
+)
 from .initialize import get_args
 
 
-class ModelType(Enum):
-    """Kinds of models; all but decoders are refused by ``pretrain``."""
-
-    encoder_or_decoder = 1
-    encoder_and_decoder = 2
-    retro_encoder = 3
-    retro_decoder = 4
-
-
 class TransformerConfig(SimpleNamespace):
-    """Any settings of a transformer under Megatron-LM's names, which have to agree with the flags."""
+    """Any settings of a transformer under Megatron-LM's names, which have to agree with the flags; those that
+    are not given have Megatron-Core's defaults."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SETTINGS:
+            return SETTINGS[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
@@ -61,6 +66,15 @@ def core_transformer_config_from_args(args: Namespace, config_class: Any = None)
     return TransformerConfig(**settings)
 
 
+def core_transformer_config_from_yaml(args: Namespace, transfomer_key: str = "language_model") -> Any:
+    """Settings of ``--yaml-cfg``, which is refused.
+
+    Raises:
+        HexadError: always.
+    """
+    raise HexadError("core_transformer_config_from_yaml: settings are those of the flags: use get_args()")
+
+
 def check_agrees(what: str, given: dict[str, Any], known: dict[str, Any]) -> None:
     """Refuse values that a script passes and that are not those of the flags.
 
@@ -88,7 +102,8 @@ def check_config(config: Any) -> None:
 
 @dataclass(eq=False)
 class ModuleSpec:
-    """Which modules a layer is made of; accepted where a function of this module has made it."""
+    """Which modules a layer is made of: ``GPTModel`` accepts what a function of this module returns; user-
+    defined layers are built by ``build_module``."""
 
     module: Any = None
     params: Any = None
@@ -107,6 +122,12 @@ get_gpt_layer_local_spec = layer_spec
 get_gpt_layer_with_transformer_engine_spec = layer_spec
 get_gpt_decoder_block_spec = layer_spec
 get_gpt_layer_with_inference_spec = layer_spec
+get_gpt_heterogeneous_layer_spec = layer_spec
+
+
+def get_gpt_decoder_layer_specs(config: Any, *_: Any, **__: Any) -> list[ModuleSpec]:
+    """The specification of the flags' layers, for every layer."""
+    return [_OF_FLAGS] * int(config.num_layers)
 
 
 def get_gpt_mtp_block_spec(*_: Any, **__: Any) -> None:

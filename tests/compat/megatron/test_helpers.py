@@ -129,9 +129,11 @@ def test_arguments_are_read_before_pretrain(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_earlier_arguments_are_no_flags_and_have_their_defaults() -> None:
-    assert not {flag.attribute for flag in FLAGS.values()} & EARLIER.keys()
-    assert EARLIER["remote_device"] == "none" and EARLIER["moe_use_legacy_grouped_gemm"] is False
-    assert len(EARLIER) > 120
+    of_flags = {flag.attribute: flag.default for flag in FLAGS.values()}
+    assert not of_flags.keys() & EARLIER.keys()
+    known = of_flags | EARLIER
+    assert known["remote_device"] == "none" and known["moe_use_legacy_grouped_gemm"] is False
+    assert not known["use_dataset_only"] and len(EARLIER) > 30
 
 
 def test_settings_have_the_defaults_of_the_package() -> None:

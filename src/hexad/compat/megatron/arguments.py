@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
@@ -69,7 +70,7 @@ def parse(
         ConfigError: flags that are not known, all of them, with the nearest known ones; a flag that is
             malformed or that Hexad cannot honour.
     """
-    parser, flags = _parser(extra)
+    parser, flags = _declared() if extra is None else _parser(extra)
     known = {option for action in parser._actions for option in action.option_strings}
     names = {
         f"--{name.strip().removeprefix('--')}" for text in ignore for name in text.split(",") if name.strip()
@@ -97,6 +98,12 @@ def parse(
             raise ConfigError(flag.name, f"{shown_value}{flag.note}; leave it out")
     notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
     return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
+
+
+@cache
+def _declared() -> tuple[argparse.ArgumentParser, list[Flag]]:
+    """The parser of all flags: declaring a thousand takes as long as reading many lines."""
+    return _parser(None)
 
 
 def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list[Flag]]:

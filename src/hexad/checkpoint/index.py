@@ -28,7 +28,7 @@ Rows = NDArray[np.int64]
 _BITS = re.compile(r"\d+")
 """In the name of a format, such as ``float8_e4m3fn``."""
 _MOST_DIMS, _MOST_BYTES = 16, 1 << 60
-"""Of a tensor; the check that rectangles cover it takes time that doubles with each dim."""
+"""Dims of a tensor at most: the check that rectangles cover it takes twice as long for each more."""
 _PLACE = 4
 """Columns of a row before the rectangle: tensor, file, block, begin."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from hexad.config import ConfigError
 
 _FORM = {"whitespace_flexible": False}
-"""Of JSON: with optional white space, a model may write nothing else."""
+"""Form of JSON texts: with optional white space, a model may write nothing else."""
 
 
 def schema_text(schema: object) -> str:

@@ -20,7 +20,7 @@ from .keys import Optimizer as OptimizerKeys
 from .lr_schedules import SCHEDULES
 
 DeepSpeedOptimizer = ZeROOptimizer = EngineOptimizer
-"""Of ``runtime.base_optimizer``: what ``isinstance`` names."""
+"""Names of ``runtime.base_optimizer``, which scripts use with ``isinstance``."""
 
 _DROPPED = "max_grad_norm torch_adam adam_w_mode fp32_optimizer_states freeze_step cuda_aware".split()
 _MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD")

@@ -9,7 +9,7 @@ _CONTEXT = {"ulysses_cp_algo": "a2a", "kvallgather_cp_algo": "allgather", "hybri
 _SPEC = "mindspeed_llm.tasks.models.spec.qwen3_spec"
 """Megatron-LM's own layers, with the norms of ``--qk-layernorm`` if that is given."""
 _DEFAULT_TIMEOUT = 600.0
-"""Of ``--distributed-timeout``, in seconds."""
+"""Default of ``--distributed-timeout``, in seconds."""
 
 
 def as_megatron(arguments: Namespace) -> None:

@@ -168,6 +168,18 @@ def _complete(arguments: Namespace) -> None:
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
 
 
+def _line_of(arguments: Namespace) -> Line:
+    """The launch line that :func:`parse_args` has read these arguments from."""
+    if _parsed is None or arguments is not _parsed.line.arguments:
+        raise HexadError("parsed_args: found others than those of parse_args(); pass these")
+    return _parsed.line
+
+
+def _print_once(notes: Iterable[str], rank: int) -> None:
+    for note in notes if rank == 0 else ():
+        print(f"hexad: {note}", file=sys.stderr)
+
+
 def initialize_megatron(
     extra_args_provider: ExtraArguments | None = None,
     args_defaults: Mapping[str, Any] | None = None,
@@ -212,10 +224,8 @@ def initialize_megatron(
         if parsed_args is None:
             flags = (*ignored_flags(), *ignore)
             line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args, ignore=flags)
-        elif _parsed is None or parsed_args is not _parsed.line.arguments:
-            raise HexadError("parsed_args: found others than those of parse_args(); pass these")
         else:
-            line = _parsed.line
+            line = _line_of(parsed_args)
         common = {**values_of_flags(line.arguments), "settings": settings}
         if parsed_args is None or _parsed is None or not _parsed.complete:
             derive(line.arguments, here.world)
@@ -226,9 +236,7 @@ def initialize_megatron(
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     _complete(arguments)
-    if here.rank == 0:
-        for note in translation.notes:
-            print(f"hexad: {note}", file=sys.stderr)
+    _print_once(translation.notes, here.rank)
     if not skip_mpu_initialization:
         _start(arguments, common)
         with naming_flags():

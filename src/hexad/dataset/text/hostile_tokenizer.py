@@ -22,7 +22,7 @@ from hexad.config.errors import HexadError, one_line
 LARGEST_FILE = 512 << 20
 """Bytes of a tokenizer's file; published ones have up to 40 MB. In memory it takes some ten times as much."""
 LARGEST_ID = (1 << 24) - 1
-"""Of a token: the vocabulary's size follows from it, and the embedding has a row for each id."""
+"""Largest id of a token: the vocabulary's size follows from it, and the embedding has a row for each."""
 LONGEST_TOKEN = 4096
 """Characters of a token: models of language search the longest one at every character of a text."""
 _LONGEST_WORD = 1000

@@ -52,11 +52,11 @@ def faults():
 if "keep" in sys.argv:
     state.keep_free()
 def round():
-    blocks = [torch.ones(2**20) for _ in range(16)]  # 64 MiB: 16384 pages
+    blocks = [torch.ones(2**20) for _ in range(32)]  # 128 MiB: 32768 pages
 
 round()
 before = faults()
-for _ in range(4):
+for _ in range(6):
     round()
 print(faults() - before)
 """

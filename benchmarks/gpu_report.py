@@ -11,6 +11,12 @@
 5. ``one_rank``: one rank of a 70B model in a world of many, without its peers.
 6. ``commands``: training that is killed and resumes, fp8, generation, and the tests marked ``gpu``.
 
+Asked for by ``--steps`` only:
+
+7. ``bits``: repeats with ``run.deterministic``, of which every gradient, moment and master value is hashed.
+8. ``inference``: generation with a model of the 8B class; forward passes in exact arithmetic.
+9. ``rates``: products, grouped products and attention by shape, the host's time per call, reserved memory.
+
 Each step runs in a process of its own and writes ``DIR/NAME.json`` after every figure; ``report.json`` and
 ``report.md`` there hold them all. The budget is divided among the steps, and what one leaves over is the next
 ones'; a step that fails or does not end in time is reported with the last lines of its stderr, and the next
@@ -52,6 +58,8 @@ from gpu.record import read_json, tables, write_json, write_text
 HERE = Path(__file__).resolve().parent
 STEPS = {"ceilings": 60, "models": 150, "nccl": 20, "layouts": 110, "one_rank": 80, "commands": 120}
 """Steps, with the seconds of each out of the default budget."""
+FURTHER = {"bits": 120, "inference": 90, "rates": 90}
+"""Steps that are run if they are asked for."""
 NEEDED = (
     "pydantic",
     "click",
@@ -98,7 +106,9 @@ class Report:
 
     def write(self) -> None:
         """The summary, if a step's file has changed."""
-        times = {name: self.file(name).stat().st_mtime_ns for name in STEPS if self.file(name).exists()}
+        times = {
+            name: self.file(name).stat().st_mtime_ns for name in STEPS | FURTHER if self.file(name).exists()
+        }
         if times == self._seen:
             return
         self._seen = times
@@ -193,8 +203,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu", help="a directory")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds in total")
-    numbers = range(1, len(STEPS) + 1)
-    parser.add_argument("--steps", type=int, nargs="+", choices=numbers, default=list(numbers))
+    shares = STEPS | FURTHER
+    numbers, default = range(1, len(shares) + 1), list(range(1, len(STEPS) + 1))
+    parser.add_argument("--steps", type=int, nargs="+", choices=numbers, default=default)
     parser.add_argument("--resume", action="store_true", help="leave out steps that are finished")
     parser.add_argument("--wheels", type=Path, help="a directory of packages that this machine lacks")
     parser.add_argument("--pretend", action="store_true", help="on a CPU, at toy sizes")
@@ -211,10 +222,10 @@ def main() -> None:
             print(f"gpu_report: missing packages: {', '.join(missing)}; give them with --wheels DIR")
             raise SystemExit(2)
         report = Report(options.output, options.pretend)
-        chosen = [name for number, name in enumerate(STEPS, 1) if number in options.steps]
+        chosen = [name for number, name in enumerate(shares, 1) if number in options.steps]
         left = [name for name in chosen if not (options.resume and report.finished(name))]
         for place, name in enumerate(left):
-            part = STEPS[name] / sum(STEPS[later] for later in left[place:])
+            part = shares[name] / sum(shares[later] for later in left[place:])
             run_step(name, report, (end - time.monotonic()) * part, packages, Path(where, f"{name}.log"))
         report.write()
     unfinished = [name for name in chosen if not report.finished(name)]

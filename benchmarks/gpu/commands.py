@@ -53,7 +53,7 @@ class Tests:
         self._record, self._file = record, file
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "gpu.outcomes", "-vvv"]
         command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
-        parts = [["tests/gpu/test_ranks.py"]]
+        parts = [["tests/gpu/test_ranks.py"], ["tests/gpu/test_generation.py"]]
         parts += [["tests/gpu/test_engine.py", "--slice", f"{n}/{SLICES}"] for n in range(SLICES)]
         variables = os.environ | {"HEXAD_OUTCOMES": str(file)}
         self._processes = [subprocess.Popen([*command, *part], cwd=ROOT, env=variables) for part in parts]

@@ -16,6 +16,7 @@ Asked for by ``--steps`` only:
 7. ``bits``: repeats with ``run.deterministic``, of which every gradient, moment and master value is hashed.
 8. ``inference``: generation with a model of the 8B class; forward passes in exact arithmetic.
 9. ``rates``: products, grouped products and attention by shape, the host's time per call, reserved memory.
+10. ``memory``: predictions beside what is allocated, by family, format and what is recomputed.
 
 Each step runs in a process of its own and writes ``DIR/NAME.json`` after every figure; ``report.json`` and
 ``report.md`` there hold them all. The budget is divided among the steps, and what one leaves over is the next
@@ -52,13 +53,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from facts import facts
-from gpu.device import gpu_facts
 from gpu.record import read_json, tables, write_json, write_text
 
 HERE = Path(__file__).resolve().parent
 STEPS = {"ceilings": 60, "models": 150, "nccl": 20, "layouts": 110, "one_rank": 80, "commands": 120}
 """Steps, with the seconds of each out of the default budget."""
-FURTHER = {"bits": 120, "inference": 90, "rates": 90}
+FURTHER = {"bits": 120, "inference": 90, "rates": 90, "memory": 90}
 """Steps that are run if they are asked for."""
 NEEDED = (
     "pydantic",
@@ -89,6 +89,8 @@ class Report:
 
     def __init__(self, directory: Path, pretend: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        from gpu.device import gpu_facts  # whose imports may have to be installed first
+
         self.directory, self.pretend = directory, pretend
         self.facts = facts() | gpu_facts() | _commit() | {"pretend": pretend}
         self.facts["command"] = re.sub(r" --(output|wheels) \S+", "", self.facts["command"])

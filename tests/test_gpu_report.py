@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-STEPS = ("ceilings", "models", "nccl", "layouts", "one_rank", "commands")
+STEPS = ("ceilings", "models", "nccl", "layouts", "one_rank", "commands", "bits", "inference", "rates", "memory")
 
 
 def _command(where: Path, *arguments: str) -> list[str]:
@@ -108,6 +108,23 @@ def test_without_a_gpu_nothing_runs(
     assert not (tmp_path / "nothing").exists()
 
 
+def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
+    """Before anything of Hexad that needs them is imported: they may be given as wheels."""
+    program = f"""
+import runpy, sys
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "pydantic" else real(name, *rest)
+sys.modules["pydantic"] = None
+sys.argv = ["gpu_report.py", "--pretend", "--output", {str(tmp_path)!r}]
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+runpy.run_path({str(ROOT / "benchmarks" / "gpu_report.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == "gpu_report: missing packages: pydantic; give them with --wheels DIR\n"
+
+
 def test_what_is_asked_to_end_leaves_a_report_and_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(_command(tmp_path, "--pretend", "--steps", "6"), stdout=subprocess.PIPE)
     while not (tmp_path / "commands.json").exists():
@@ -124,7 +141,7 @@ def test_what_is_asked_to_end_leaves_a_report_and_no_process(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_all_steps(tmp_path: Path) -> None:
-    done = _run(tmp_path, "--pretend")
+    done = _run(tmp_path, "--pretend", "--steps", *map(str, range(1, len(STEPS) + 1)))
     steps = _steps(tmp_path)
     assert {name: step["state"] for name, step in steps.items()} == dict.fromkeys(STEPS, "finished"), steps
     assert done.returncode == 0

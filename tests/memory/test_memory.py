@@ -89,6 +89,27 @@ def test_a_layer_keeps_what_the_closed_form_says(
         assert measured == closed_form(recompute, world, sequence, dtype.itemsize)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_feed_forward_layer_keeps_the_same_on_every_device(family: str, dtype: torch.dtype) -> None:
+    """Other devices take other functions than a CPU where nothing is compiled; ``meta`` stands for them."""
+    model, kept = measured_config(model={"family": family, "kv_heads": 8}).model, {}
+    for device in (CPU, torch.device("meta")):
+        whole = whole_model(model, replace(shard_of(dtype=dtype), device=device))
+        branch = next(iter(whole.layers.values())).branches[1]
+        where = whole._geometry(torch.zeros(2, 96, dtype=torch.int64, device=device), None, None, None)
+        x = torch.empty(192, model.hidden, dtype=dtype, device=device, requires_grad=True)
+        with Live() as live:
+            live.see(x)
+            for parameter in whole.parameters():
+                live.see(parameter)
+            before = live.bytes
+            result = branch(x, where)
+        kept[device.type] = live.bytes - before - result.untyped_storage().nbytes()
+    values = {"llama": 3, "gpt2": 2}[family]  # the first product's one or two, and the activated one
+    assert kept["meta"] == kept["cpu"] == values * 192 * int(model.ffn_hidden) * dtype.itemsize
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_repeated_keys_and_values_are_counted(

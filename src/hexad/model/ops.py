@@ -136,7 +136,7 @@ class _SwiGlu(torch.autograd.Function):
 @recomputable
 def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     """``silu(gate) * up`` of ``[tokens, 2 * width]`` = ``[gate | up]`` (Shazeer, arXiv 2002.05202)."""
-    if by_hand(gate_up, compiled):
+    if not torch.compiler.is_compiling():  # autograd would keep silu(gate)
         return applied(_SwiGlu, gate_up, compiled)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -79,6 +79,10 @@ def gpu(steps: dict[str, Any]) -> Iterator[str]:
         "nccl": gpu_nccl,
         "one_rank": gpu_one_rank,
         "commands": gpu_commands,
+        "bits": gpu_bits,
+        "inference": gpu_inference,
+        "rates": gpu_rates,
+        "memory": gpu_memory,
     }
     for name, part in parts.items():
         if name in figures:
@@ -184,6 +188,7 @@ def gpu_commands(figures: dict[str, Any]) -> Iterator[str]:
     """Outcomes of the tests and of commands."""
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in figures["tests"].items())
     yield f"Tests marked `gpu`: {outcomes}."
+    yield ""
     killed = figures.get("kill_and_resume")
     if killed:
         yield (
@@ -191,7 +196,65 @@ def gpu_commands(figures: dict[str, Any]) -> Iterator[str]:
             f"{killed['newest_checkpoint']}; {killed['losses_bit_equal_to_an_uninterrupted_runs']} losses "
             "are those of a run without a kill, bit for bit."
         )
+        yield ""
+
+
+def gpu_bits(figures: dict[str, Any]) -> Iterator[str]:
+    """Whether repeats agree."""
+    rows = (
+        [row["setting"], str(row["steps"]), str(row["different_steps"]), ", ".join(row["kinds"]) or "none"]
+        for row in figures["repeats"]
+    )
+    yield from _table("two runs side by side | steps | steps that differ | in what", rows)
+
+
+def gpu_inference(figures: dict[str, Any]) -> Iterator[str]:
+    """Generation by batch, and exact arithmetic beside the usual one."""
+    rows = (
+        [
+            *(str(row["batch"]), row["guards"], f"{row['step_ms']:.1f}", f"{row['busy_ms']:.1f}"),
+            *(f"{row['tokens_per_second']:,.0f}", f"{row['launches']:.0f}"),
+        ]
+        for row in figures["generation"]
+    )
+    columns = "8B, bf16: texts at a time | under | a token of each, ms | GPU busy, ms | tokens/s | launches"
+    yield from _table(columns, rows)
+    usual, exact = (f"{row['ms']:.0f} ms" for row in figures["forward_pass"])
+    tokens = figures["forward_pass"][0]["tokens"]
+    yield f"A forward pass of {tokens:,} tokens, 1B, bf16: {usual}, in exact arithmetic {exact}."
     yield ""
+
+
+def gpu_rates(figures: dict[str, Any]) -> Iterator[str]:
+    """Grouped products, the host's time per call, and reserved memory; the file has more."""
+    kinds = ("forward", "input_gradient", "weight_gradient")
+    rows = (
+        [
+            *(str(row[name]) for name in ("experts", "hidden", "width", "rows", "groups")),
+            *(f"{row[f'{kind}_tflops']:.0f}" for kind in kinds),
+        ]
+        for row in figures["grouped_products"]
+    )
+    columns = "experts | hidden | width | rows | groups | forward, TFLOP/s | input gradient | weight gradient"
+    yield from _table(columns, rows)
+    calls = (f"{row['call']} {row['us']:.0f}" for row in figures["host"])
+    yield f"Microseconds of the host for a call on the smallest tensors: {', '.join(calls)}."
+    yield ""
+    last = figures["reserved"][-1]
+    yield (
+        f"8B with 10 layers: {last['allocated_gib']:.1f} GiB allocated at most, {last['reserved_gib']:.1f} "
+        f"reserved, {last['used_on_device_gib']:.1f} in use on the device."
+    )
+    yield ""
+
+
+def gpu_memory(figures: dict[str, Any]) -> Iterator[str]:
+    """Predictions over measurements, from the lowest to the highest of each format."""
+    rows = []
+    for key in dict.fromkeys((row["compile"], row["dtype"]) for row in figures["cases"]):
+        ratios = [row["ratio"] for row in figures["cases"] if (row["compile"], row["dtype"]) == key]
+        rows.append([*key, str(len(ratios)), f"{min(ratios):.3f}", f"{max(ratios):.3f}"])
+    yield from _table("compiled | format | cases | memory predicted / allocated, lowest | highest", rows)
 
 
 def transformers_plans(results: dict[str, Any]) -> Iterator[str]:

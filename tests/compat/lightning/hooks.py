@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hexad
 
@@ -153,13 +154,6 @@ class TwoFormats(Classifier):
         self.head.double()
 
 
-class Reads(Classifier):
-    """Reads a weight outside the layer that it belongs to."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        float(self.body[3].weight.sum())
-
-
 class ChangesSaved(Classifier):
     """Saves other weights than it has."""
 
@@ -220,3 +214,43 @@ class Divided(LanguageModel):
         self.divided = True
         plan = {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row", "embedding": "vocab"}
         hexad.parallelize(self, mesh, plan | {"head": "column_gather"})
+
+
+class Averaged(Classifier):
+    """Keeps a moving average of its weights, as PyTorch's documentation does, in hooks of its own; validates
+    it; bounds a layer's weights, as Wasserstein GANs do; one layer's weight serves without a call of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[float] = []
+        self.average = AveragedModel(self.body, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+        self.average.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log_softmax(nn.functional.linear(self.body(x), self.head.weight, self.head.bias), dim=1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average.update_parameters(self.body)
+        self.recorded.append(float(self.head.weight.norm()))
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            for parameter in self.head.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        scores = torch.log_softmax(self.head(self.average(batch[0])), dim=1)
+        self.log("average_loss", nn.functional.nll_loss(scores, batch[1]), sync_dist=True)
+
+
+class Zeroes(Classifier):
+    """Sets a layer's weights to zero after every step, past autograd's counting of changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.recorded.append(float(self.head.weight.abs().sum()))
+        self.head.weight.data.zero_()

@@ -76,6 +76,7 @@ def test_options_equal_ddp(pool: Pool, case: str, zero: int) -> None:
         ("language: GradientNorms", {"gradient_clip_val": 0.5, "accumulate_grad_batches": 5}),
         ("language: OwnClipping", {}),
         ("classifier: Manual", {}),
+        ("classifier: Averaged", {"accumulate_grad_batches": 2}),
         ("classifier: Skips", {}),
         ("classifier: Partial", {}),
     ],
@@ -83,6 +84,17 @@ def test_options_equal_ddp(pool: Pool, case: str, zero: int) -> None:
 def test_hooks_equal_ddp(pool: Pool, kind: str, options: dict[str, Any], zero: int) -> None:
     """Hooks read and change complete gradients, manual optimization accumulates and clips."""
     assert_equal(compared(pool, kind, zero, options))
+
+
+@pytest.mark.parametrize("zero", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))])
+def test_what_hooks_write_stays_beside_master_values(pool: Pool, zero: int) -> None:
+    """Where the weights have 16 bits: a hook sets all weights of a layer to zero after every step, so that
+    each next one leaves them small."""
+    results = pool.run(2, fitted, "classifier: Zeroes", f"zero {zero}", {"max_epochs": 1}, "bf16-true")
+    for result in results:
+        first, *others = result["recorded"]
+        assert len(others) + 1 == result["steps"] and 0 < max(others) < 0.1 * first, result["recorded"]
+        assert not result["state"]["head.weight"].any()
 
 
 @pytest.mark.slow

@@ -18,11 +18,11 @@ from hexad.conversion import parallelize as conversion
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
-from hexad.parallel.data.buckets import Bucket
 
 from ..facade import world
 from ..facade.accumulation import Accumulation
 from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, trained
+from ..facade.reads import GatheredReads
 from .config import Batch, CheckedConfig, unknown_keys, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .engine_checkpoints import EngineCheckpoints
@@ -30,7 +30,7 @@ from .groups import PipelineGrid
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
 from .utils import ThroughputTimer
-from .zero import ParameterOffload, mark_partitioned, owner_of, read_empty, register
+from .zero import ParameterOffload, mark_partitioned, read_empty, register
 
 log = logging.getLogger("hexad")
 
@@ -100,7 +100,7 @@ class DeepSpeedEngine(EngineCheckpoints):
         basic = client_optimizer(module, config.keys, optimizer, parameters, self._keeps_groups)
         # Without an optimizer: one that keeps nothing.
         self._engine = self._make(basic or torch.optim.SGD(trained(module) or [torch.zeros(1)], lr=0.0))
-        self._external: list[Bucket] = []
+        self._reads = GatheredReads(self._engine)
         self._engine.gatherer.absent = read_empty
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
@@ -200,28 +200,14 @@ class DeepSpeedEngine(EngineCheckpoints):
         if keys.fp16.enabled and keys.fp16.auto_cast:
             inputs, named = cast_tensors(inputs, torch.float16), cast_tensors(named, torch.float16)
         kind = getattr(torch, keys.torch_autocast.dtype)
-        self._engine.gatherer.absent = self._gather_external
+        self._engine.gatherer.absent = self._reads  # until the backward pass is over
         try:
             with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
                 return self._module(*inputs, **named)
         finally:
             self._engine.gatherer.absent = read_empty
             if not torch.is_grad_enabled():
-                self._release_external()
-
-    def _gather_external(self, parameter: Tensor) -> Tensor:
-        """A parameter that a module reads which does not hold it, or a hook: gathered until the backward pass
-        is over. All ranks run the same modules."""
-        owner = owner_of(parameter)
-        assert owner is not None, "only an engine's parameters are sharded"
-        if not any(bucket is owner[1] for bucket in self._external):
-            self._external.append(owner[1])
-            self._engine.gatherer.acquire(owner[1])
-        return parameter
-
-    def _release_external(self) -> None:
-        while self._external:
-            self._engine.gatherer.release(self._external.pop())
+                self._reads.release()
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add this microbatch's gradients to those of the step.
@@ -244,7 +230,7 @@ class DeepSpeedEngine(EngineCheckpoints):
             return self._accumulation.backward(loss, divisor, retain_graph)
         finally:
             if not retain_graph:
-                self._release_external()
+                self._reads.release()
 
     def _limit(self) -> int | None:
         """Backward passes after which buckets are reduced; None: the update reduces them."""

@@ -6,9 +6,10 @@ call a function that does so. Process groups are created once per layout.
 
 import atexit
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -95,8 +96,16 @@ def mesh_in(layout: Layout, device: torch.device) -> Mesh:
     """The mesh of a layout; created on first use, by all ranks together."""
     meshes = _world().meshes
     if layout not in meshes:
-        meshes[layout] = Mesh.create(layout, device, _TIMEOUT.total_seconds(), Trace())
+        meshes[layout] = Mesh.create(layout, device, _timeout(device).total_seconds(), Trace())
     return use(meshes[layout])
+
+
+def _timeout(device: torch.device) -> timedelta:
+    """Of the default process group, as the script has chosen it."""
+    # A group without a backend for the device, or with one that is written in Python, tells nothing.
+    with suppress(AttributeError, RuntimeError):
+        return cast(timedelta, dist.group.WORLD._get_backend(device).options._timeout)  # type: ignore[union-attr]
+    return _TIMEOUT
 
 
 def use(mesh: Mesh) -> Mesh:

@@ -115,6 +115,7 @@ def save(
         assert isinstance(training, Engine)
         chunks, config = training.chunks(), training.config
     else:
+        fit.take_written()
         chunks, config = fit.engine.chunks(), fit.engine.config
         progress |= fit.engine.progress()
         if fit.released and mesh.tensor.size == 1:
@@ -427,3 +428,17 @@ def checkpoint_file(path: str | os.PathLike[str], weights_only: bool | None = No
         weights_only: as of ``torch.load``, of hyperparameters and states of callbacks.
     """
     return io.BytesIO(_pickled(read_checkpoint(path, weights_only)))
+
+
+def local_path(path: Any) -> Path:
+    """A path of the local file system.
+
+    Raises:
+        HexadError: it is another one's.
+    """
+    if "://" in str(path) and not str(path).startswith("file://"):
+        raise HexadError(
+            f"checkpoint: found {path}, expected a directory of a file system that all ranks see; save "
+            "there, and copy it"
+        )
+    return Path(str(path).removeprefix("file://"))

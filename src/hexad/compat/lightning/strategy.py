@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, WeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -20,14 +19,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
-from hexad.comm import broadcast
 from hexad.config import ConfigError, HexadError
 from hexad.config.schema import ParallelSettings
 from hexad.engine.engine import Engine
 from hexad.launching.launch import deterministic
 from hexad.model.configuration import load_config
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 from ..facade import world
 from . import checkpoints
@@ -35,7 +33,7 @@ from .data import batches_done, resumable, unrepeated
 from .module import WORDS, ConfiguredOptimizer, EngineModule, HexadModule, has_engine
 from .pipeline import PipelineModule
 from .precision import adapted, adapted_class
-from .training import ModuleTraining, engine_settings
+from .training import ModuleTraining, engine_settings, send_buffers
 
 _REFUSED: dict[type[Callback], str] = {
     BaseFinetuning: "adds parameters to the optimizer during a fit",
@@ -43,6 +41,15 @@ _REFUSED: dict[type[Callback], str] = {
     WeightAveraging: "keeps a second model",
 }
 """Callbacks that need parameters or optimizers of their own, and why."""
+
+
+_BETWEEN_STEPS = (
+    "optimizer_step",
+    *("on_before_zero_grad", "on_train_start", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end"),
+    *("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_batch_end"),
+)
+"""Hooks that run between a step's update and the next forward pass."""
 
 
 def _settings(named: Mapping[str, Any]) -> ParallelSettings:
@@ -326,6 +333,7 @@ class HexadStrategy(DDPStrategy):
             return
         settings = engine_settings(module, self.parallel, self.timeout.total_seconds())
         self._training = ModuleTraining(module, self.mesh, settings, self.optimizers[0])
+        self._training.written = self._has_hooks(trainer, module)
         self.optimizers = [self._training.optimizer]
         self._load_found()
 
@@ -395,6 +403,17 @@ class HexadStrategy(DDPStrategy):
             is_overridden("on_after_backward", one, parent=Callback) for one in callbacks
         )
 
+    @staticmethod
+    def _has_hooks(trainer: Trainer, module: LightningModule) -> bool:
+        """Whether hooks of the script run between steps, which may write to parameters; Lightning's own
+        callbacks do not. In manual optimization the step itself may."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [one for one in callbacks if not type(one).__module__.startswith("lightning.")]
+        return not module.automatic_optimization or any(
+            is_overridden(name, module) or any(is_overridden(name, one, parent=Callback) for one in others)
+            for name in _BETWEEN_STEPS
+        )
+
     def process_dataloader(self, dataloader: object) -> object:
         """A loader of training that resumes after the samples consumed, one of evaluation that repeats
         none."""
@@ -441,7 +460,10 @@ class HexadStrategy(DDPStrategy):
             else:
                 passes = 1 if self._synchronised else None
             training.expect(passes)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if training is not None and not kwargs.get("retain_graph"):
+            training.reads.release()
+        return result
 
     def backward_ended(self) -> None:
         """Show gradients to hooks and scripts that read them after the last backward pass of a step."""
@@ -453,13 +475,18 @@ class HexadStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, with the buffers of rank 0, as in DDP."""
-        self._synchronise_buffers()
-        return super().training_step(*args, **kwargs)
+        with self._step():
+            self._synchronise_buffers()
+            return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, with the buffers of rank 0, as in DDP."""
-        self._synchronise_buffers()
-        return super().validation_step(*args, **kwargs)
+        with self._step():
+            self._synchronise_buffers()
+            return super().validation_step(*args, **kwargs)
+
+    def _step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.in_fit is None else self.in_fit.step()
 
     def _synchronise_buffers(self) -> None:
         """Send the buffers of rank 0, such as running averages, to all ranks where DDP does: before the first
@@ -502,7 +529,7 @@ class HexadStrategy(DDPStrategy):
             )
         module = self.lightning_module
         assert module is not None
-        path = local_path(self.broadcast(filepath))
+        path = checkpoints.local_path(self.broadcast(filepath))
         state = checkpoint.pop("state_dict")
         changed = [name for name, value in state.items() if value is not self._dumped.get(name)]
         if changed:
@@ -528,7 +555,7 @@ class HexadStrategy(DDPStrategy):
         path = self.broadcast(checkpoint_path)
         self._found = None
         if "://" not in str(path):
-            self._found = checkpoints.find(local_path(path), self.mesh.world)
+            self._found = checkpoints.find(checkpoints.local_path(path), self.mesh.world)
         if self._found is None:
             return super().load_checkpoint(path, weights_only=weights_only)
         return checkpoints.lightning_part(self._found, weights_only)
@@ -565,34 +592,3 @@ class HexadStrategy(DDPStrategy):
         if self._training is not None:
             self._training.release(gather=not self._failed)
         super().teardown()
-
-
-def local_path(path: Any) -> Path:
-    """A path of the local file system.
-
-    Raises:
-        HexadError: it is another one's.
-    """
-    if "://" in str(path) and not str(path).startswith("file://"):
-        raise HexadError(
-            f"checkpoint: found {path}, expected a directory of a file system that all ranks see; save "
-            "there, and copy it"
-        )
-    return Path(str(path).removeprefix("file://"))
-
-
-@torch.no_grad()
-def send_buffers(buffers: list[Tensor], axis: Axis) -> None:
-    """Give tensors the values of an axis's first rank, in one message for each format."""
-    if axis.size == 1:
-        return
-    by_format: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in buffers:
-        if buffer.numel():
-            by_format.setdefault(buffer.dtype, []).append(buffer)
-    for some in by_format.values():
-        message = torch.cat([buffer.reshape(-1) for buffer in some])
-        broadcast(message.view(torch.uint8), axis)
-        if axis.rank:
-            for buffer, values in zip(some, message.split([buffer.numel() for buffer in some])):
-                buffer.copy_(values.view(buffer.shape))

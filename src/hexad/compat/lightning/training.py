@@ -6,12 +6,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hexad.comm import all_gather, identical
+from hexad.comm import all_gather, broadcast, identical
 from hexad.config import Config, HexadError
 from hexad.config.schema import ParallelSettings
 from hexad.engine.engine import Engine
@@ -19,10 +20,11 @@ from hexad.model.configuration import load_config
 from hexad.model.transformer import DTYPES
 from hexad.optim.torch_optimizer import TorchOptimizer, is_elementwise
 from hexad.parallel.data.buckets import Bucket
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 from ..facade.accumulation import Accumulation
 from ..facade.optimizer import EngineOptimizer, adopted_optimizer, call_method, refused, trained
+from ..facade.reads import GatheredReads
 
 log = logging.getLogger("hexad")
 
@@ -114,6 +116,8 @@ class ModuleTraining:
         optimizer: to be stepped.
         groups: names of the parameters in each of its groups, in their order.
         clip: the largest gradient norm of the next step; 0 for none.
+        reads: parameters that hooks and steps have read with ``zero=3``.
+        written: hooks may write to parameters between two steps.
     """
 
     def __init__(
@@ -139,6 +143,10 @@ class ModuleTraining:
         self._overflowed = False  # all gradients have been replaced by NaN
         self._shown: list[tuple[Bucket, Tensor]] = []
         self._keep_own_weights()
+        self.written = False
+        self.reads = GatheredReads(self.engine)
+        self.reads.checked = True
+        self.engine.gatherer.absent = self.reads
 
     @property
     def _rule(self) -> TorchOptimizer:
@@ -167,6 +175,28 @@ class ModuleTraining:
         """Discard the gradients accumulated so far."""
         self._hide()
         self._accumulation.discard(self._limit)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step of the module, which all ranks make alike: what it reads stays until its backward
+        pass is over. What hooks have written before it counts."""
+        self.take_written()
+        self.reads.checked = False
+        try:
+            yield
+        finally:
+            self.reads.checked = True
+            if not torch.is_grad_enabled():
+                self.reads.release()
+
+    def take_written(self) -> None:
+        """Give master values what hooks have written to parameters."""
+        self.reads.release(changed=True)
+        copied = [bucket for bucket in self.engine.trained if bucket.plan.resident and not bucket.in_use]
+        if self.written and copied:
+            self.engine.gatherer.settle()
+            for bucket in copied:
+                bucket.adopt()
 
     # Gradients that hooks see
 
@@ -244,6 +274,7 @@ class ModuleTraining:
 
     @torch.no_grad()
     def _update(self) -> None:
+        self.take_written()
         self._adopt()
         self._accumulation.take_assigned("in on_before_optimizer_step")
         if not self._accumulation.pending:
@@ -261,6 +292,8 @@ class ModuleTraining:
         no collective, and parameters that are sharded have no values."""
         if self.released:
             return
+        if gather:
+            self.take_written()
         self._hide()
         self.engine.release(torch.device("cpu"), gather)
         for parameter in self._frozen:
@@ -299,3 +332,20 @@ def group_states(state: Mapping[str, Any], groups: list[list[str]]) -> dict[str,
         )
     numbers = {number: name for ids, names in zip(saved, groups) for number, name in zip(ids, names)}
     return {numbers[number]: values for number, values in state["state"].items()}
+
+
+@torch.no_grad()
+def send_buffers(buffers: list[Tensor], axis: Axis) -> None:
+    """Give tensors the values of an axis's first rank, in one message for each format."""
+    if axis.size == 1:
+        return
+    by_format: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer.numel():
+            by_format.setdefault(buffer.dtype, []).append(buffer)
+    for some in by_format.values():
+        message = torch.cat([buffer.reshape(-1) for buffer in some])
+        broadcast(message.view(torch.uint8), axis)
+        if axis.rank:
+            for buffer, values in zip(some, message.split([buffer.numel() for buffer in some])):
+                buffer.copy_(values.view(buffer.shape))

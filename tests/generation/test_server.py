@@ -5,9 +5,11 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,6 +194,8 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "\ud800"}, "prompt", "is not Unicode text"),
     ("completions", {"prompt": "a" * 100}, "prompt", "100 tokens of the prompt exceed the model's 48"),
     ("completions", {"model": "other"}, "model", "The model 'other' does not exist"),
+    ("completions", {"model": "\udfff"}, "model", "The model '\\udfff' does not exist"),
+    ("completions", {"\ud800": 1}, "\\ud800", "is not a field of this request"),
     ("completions", {"model": None}, "model", "model"),
     ("completions", {"model": 3}, "model", "model: found 3; "),
     ("completions", {"max_tokens": -1}, "max_tokens", "max_tokens: found -1"),
@@ -275,6 +279,25 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]
 
 
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_body_that_is_no_http_ends_its_connection_only(server: Server, answered: bool) -> None:
+    """A chunk without a length, which arrives before the request is answered, or after it was refused."""
+    before = server.errors
+    lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {KEY}"]
+    head, chunk = "\r\n".join([*lines, "Transfer-Encoding: chunked", "", ""]).encode(), b"none\r\n"
+    port = int(server.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=LONGEST) as connection:
+        connection.sendall(head if answered else head + chunk)
+        received = connection.recv(65536)
+        with suppress(ConnectionError):  # it may have been closed
+            connection.sendall(chunk)
+            connection.recv(65536)
+    assert received.startswith(b"HTTP/1.1 411" if answered else b"HTTP/1.1 400"), received
+    assert server.post("/v1/completions", COMPLETION).status_code == 200
+    said = server.errors.removeprefix(before)
+    assert said in ("", "a client: Invalid HTTP request received.\n"), said
+
+
 def test_wrong_requests_are_refused(server: Server) -> None:
     """In OpenAI's form, naming the field; the server continues."""
     for path, fields, param, text in WRONG:
@@ -282,7 +305,10 @@ def test_wrong_requests_are_refused(server: Server) -> None:
         answer = server.post(
             f"/v1/{path}", {name: value for name, value in body.items() if value is not None}
         )
-        assert answer.status_code == (404 if fields.get("model") == "other" else 400), (fields, answer.text)
+        assert answer.status_code == (404 if isinstance(fields.get("model"), str) else 400), (
+            fields,
+            answer.text,
+        )
         error = answer.json()["error"]
         assert text in error["message"] and "--" not in error["message"], (fields, error)
         assert error["type"] == "invalid_request_error" and error["param"] == param, (fields, error)

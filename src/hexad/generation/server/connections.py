@@ -11,6 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .access import ClientTooSlow
@@ -109,6 +110,17 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no request, and end the request that is being answered, if there is one: its
+        answer has no place any more."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.abort()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def abort(self) -> None:
         """Close the connection at once, whatever the client has not read."""

@@ -31,13 +31,19 @@ class Refused(Exception):
     ) -> None:
         super().__init__(text)
         self.status = status
-        self.document = {"message": text, "type": kind, "param": param, "code": code}
+        param = None if param is None else encodable(param)
+        self.document = {"message": encodable(text), "type": kind, "param": param, "code": code}
 
     def response(self) -> JSONResponse:
         """The answer."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         return JSONResponse({"error": self.document}, self.status, headers)
+
+
+def encodable(text: str) -> str:
+    """A text in which halves of surrogate pairs, which JSON may have and UTF-8 has not, are escaped."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class ContextExceeded(ConfigError):

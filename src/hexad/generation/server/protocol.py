@@ -28,6 +28,7 @@ from ..grammars import of_choices, of_lark, of_regex, of_schema, schema_text
 from ..prompts import Prompt
 from ..requests import MOST_LOGPROBS, Sampling
 from ..texts import Wanted
+from .errors import encodable
 
 Number = StrictInt | StrictFloat
 _MOST_CHOICES = 128
@@ -426,6 +427,9 @@ def read(kind: type[CompletionRequest] | type[ChatRequest], fields: Mapping[str,
     """
     if len(fields) > _MOST_FIELDS:
         raise HexadError(f"the request: found {len(fields):,} fields, expected at most {_MOST_FIELDS}")
+    for name in fields:
+        if name != encodable(name):
+            raise ConfigError(name, "is not a field of this request, nor Unicode text; remove it")
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

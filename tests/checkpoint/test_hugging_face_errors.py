@@ -4,15 +4,18 @@ import dataclasses
 import json
 from math import log
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hexad.config import HexadError
+from hexad.config.model import ModelSettings
 from hexad.model.families import families, family
 from hexad.model.hugging_face import model_settings, read_config
 
@@ -174,6 +177,38 @@ def change(directory: Path, name: str, values: torch.Tensor | None) -> None:
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+ODD: list[Any] = [
+    *(None, True, 0, -1, 7, 2**64, 10**400, 1.5, 1e308, float("nan"), "", "\ud800", "a" * 3000, "llama"),
+    *([], [None], [0] * 500, ["x"] * 30, {}, {"a": None}, {"rope_type": []}, {"rope_type": "yarn"}),
+    {"type": "longrope", "short_factor": [1.0], "long_factor": ["a"]},
+    {"rope_type": "llama3", "factor": 0},
+    {"rope_type": "dynamic", "factor": -1, "rope_theta": "a"},
+]
+MORE = (
+    "rope_scaling rope_parameters layer_types original_max_position_embeddings architectures head_dim".split()
+)
+
+
+@pytest.mark.parametrize("name", families())
+def test_random_values_are_taken_or_refused_in_one_line(name: str) -> None:
+    chance, published = (
+        Random(name),
+        json.loads(transformers.AutoConfig.for_model(name).to_json_string(False)),
+    )
+    for _ in range(400):
+        keys = dict(published)
+        for key in chance.choices([*keys, *MORE], k=chance.choice([1, 2, 3])):
+            keys[key] = chance.choice(ODD)
+            if isinstance(keys[key], dict) and chance.random() < 0.5:
+                keys[key] = keys[key] | {chance.choice(["factor", *MORE]): chance.choice(ODD)}
+        try:
+            ModelSettings.model_validate(model_settings(keys, Path("config.json")))
+        except ValidationError:
+            pass  # which whoever reads a model words
+        except HexadError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600, keys
 
 
 def test_tensors_that_do_not_fit(saved: Path, tmp_path: Path) -> None:

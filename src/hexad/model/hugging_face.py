@@ -134,7 +134,8 @@ def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
             choices = ", ".join(map(json.dumps, values)) or "null"
             raise keys.problem(key, f"which is not supported; expected {choices}")
     kinds = keys.raw.get("layer_types")
-    if kinds is not None and kinds not in ([kind] * len(kinds) for kind in kind.layer_types):
+    alike = isinstance(kinds, list) and any(kinds == [name] * len(kinds) for name in kind.layer_types)
+    if kinds is not None and not alike:
         raise keys.problem("layer_types", f"but every layer must be {' or all '.join(kind.layer_types)}")
 
 
@@ -148,7 +149,7 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
         raise keys.problem(name, "expected an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind  # its name at first
-    if kind != "default" and kind not in RopeScaling.USED:
+    if not isinstance(kind, str) or kind not in ("default", *RopeScaling.USED):
         choices = ", ".join(["default", *RopeScaling.USED])
         raise keys.problem(f"{name}.rope_type", f"which is not supported; supported: {choices}", kind)
     theta = keys.above_zero("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
@@ -178,8 +179,9 @@ def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) ->
         original = rope.get("original_max_position_embeddings", positions)
     values = {key: value for key, value in rope.items() if value is not None}
     values["original_max_position_embeddings"] = original
-    if kind in ("yarn", "longrope"):
-        values.setdefault("factor", positions / original)
+    if kind in ("yarn", "longrope") and "factor" not in values:
+        whole = keys.above_zero("max_position_embeddings", positions)
+        values["factor"] = whole / keys.above_zero("original_max_position_embeddings", original)
     settings: dict[str, Any] = {"type": kind}
     for ours in RopeScaling.USED[kind][1:]:
         theirs = _ROPE_KEYS.get(ours, ours)

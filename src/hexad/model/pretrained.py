@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hexad.config import ConfigError, HexadError, blaming, one_line
+from hexad.config import ConfigError, HexadError, blaming, one_line, shown
 from hexad.config.hub import PREFIX as HUGGING_FACE
 from hexad.config.load import read_yaml
 from hexad.config.model import ModelSettings
@@ -86,7 +86,7 @@ def _settings(load: str) -> ModelSettings:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))
-        raise HexadError(f"{path}: {name}: found {first['input']!r}: {first['msg']}") from None
+        raise HexadError(f"{path}: {name}: found {shown(first['input'])}: {first['msg']}") from None
 
 
 def _saved(path: Path) -> dict[str, Any]:

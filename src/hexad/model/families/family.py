@@ -14,6 +14,8 @@ from hexad.config.model import ModelSettings, RopeScaling
 
 _LARGEST = 1e300
 """Integers in JSON may be too large for a float."""
+_MOST_SHOWN = 200
+"""Letters of a value in a message."""
 
 
 class ConfigFile:
@@ -26,7 +28,9 @@ class ConfigFile:
     def problem(self, key: str, expected: str, found_value: Any = ...) -> HexadError:
         """An error that names the file, the key and the value found."""
         value = self.raw.get(key) if found_value is ... else found_value
-        return HexadError(f"{self.path}: {key}: found {json.dumps(value)}, {expected}")
+        text = json.dumps(value)
+        text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
+        return HexadError(f"{self.path}: {key}: found {text}, {expected}")
 
     def count(self, key: str, absent: int | None = None) -> int:
         """A whole number from 1; ``absent`` is what null means, if it means anything."""

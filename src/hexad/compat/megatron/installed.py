@@ -9,6 +9,10 @@ from hexad.config import HexadError, did_you_mean
 from ..facade.names import read_names
 
 _MODULES = {
+    "dist_checkpointing": "core.dist_checkpointing core.dist_checkpointing.mapping "
+    "core.dist_checkpointing.serialization",
+    "distributed": "core.distributed core.distributed.distributed_data_parallel "
+    "core.distributed.finalize_model_grads",
     "datasets": "data.gpt_dataset core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
     "core.datasets.utils",
     "enums": "core.enums core.transformer.enums enums model.enums",
@@ -21,8 +25,7 @@ _MODULES = {
     "parallel_state": "core.mpu core.parallel_state mpu mpu.initialize",
     "schedules": "core.num_microbatches_calculator core.pipeline_parallel core.pipeline_parallel.schedules "
     "microbatches schedules",
-    "settings": "core.distributed core.model_parallel_config core.optimizer core.transformer.module "
-    "model.module",
+    "settings": "core.model_parallel_config core.optimizer core.transformer.module model.module",
     "tensor_parallel": "core.tensor_parallel core.tensor_parallel.data core.tensor_parallel.random "
     "core.tensor_parallel.utils mpu.data mpu.random mpu.utils",
     "training": "arguments core.rerun_state_machine core.timers core.utils global_vars timers training "
@@ -35,13 +38,19 @@ WHERE = dict(sorted((name, module) for module, names in _MODULES.items() for nam
 
 NAMES = {
     "core.ModelParallelConfig": "settings",
+    "core.DistributedDataParallel": "distributed",
+    "core.datasets.megatron_tokenizer.MegatronTokenizer": "initialize",
     "core.dist_checkpointing.validation.StrictHandling": "settings",
+    "core.distributed.distributed_data_parallel_config.DistributedDataParallelConfig": "settings",
     "core.inference.common_inference_params.CommonInferenceParams": "settings",
     "model.ModelType": "transformer",
     "core.models.gpt.heterogeneous.heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec": "transformer",
+    "core.tokenizers.MegatronTokenizer": "initialize",
+    "core.tokenizers.megatron_tokenizer.MegatronTokenizer": "initialize",
     "core.tokenizers.text.utils.build_tokenizer.build_tokenizer": "initialize",
     "core.tokenizers.utils.build_tokenizer.build_tokenizer": "initialize",
     "training.tokenizer.build_tokenizer": "initialize",
+    "training.tokenizer.tokenizer._NullTokenizer": "initialize",
     "training.argument_utils.core_transformer_config_from_args": "transformer",
     "training.argument_utils.gpt_config_from_args": "training",
     "training.argument_utils.pretrain_cfg_container_from_args": "training",

@@ -201,6 +201,11 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
     raise HexadError("group: found a process group that parallel_state has not returned; pass one of these")
 
 
+def embedding_axis() -> Axis:
+    """The pipeline ranks with the first and the last stage, which share tied embeddings."""
+    return _state().axes["embedding"]
+
+
 # Facts of axes
 
 _AXES_OF = {

@@ -1,6 +1,9 @@
-"""Training loops of Megatron-Core without flags: model, data, reduction and checkpoints, against the package."""
+"""Training loops of Megatron-Core without flags: model, data, reduction and checkpoints."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,12 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hexad.compat.megatron import distributed, parallel_state, transformer
+from hexad.compat.megatron import dist_checkpointing, distributed, parallel_state, samples, transformer
+from hexad.compat.megatron.datasets import BlendedMegatronDatasetBuilder
+from hexad.compat.megatron.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from hexad.compat.megatron.gpt import GPTModel
+from hexad.compat.megatron.initialize import MegatronTokenizer, _NullTokenizer
 from hexad.compat.megatron.schedules import forward_backward
 from hexad.compat.megatron.settings import DistributedDataParallelConfig
 from hexad.compat.megatron.tensor_parallel import model_parallel_cuda_manual_seed
+from hexad.config import HexadError
+from hexad.dataset.indexed import IndexedWriter, dtype_for
 
+from ... import forks
 from ...layers import load_global
 from ...pool import Pool
 from .core import core_config
@@ -191,3 +200,271 @@ def test_losses_of_a_loop_are_one_ranks(
     results = pool.run(ranks, _our_steps, settings, None, degrees, micro, True)
     assert mean_over_data(results, 1) == pytest.approx(losses, rel=1e-9)
     assert losses[-1] < losses[0]
+
+
+def _saved(directory: str, degrees: dict[str, int]) -> list[list[int]]:
+    """Save a model, with what a script adds, and load it into a model of other values."""
+    with World(**degrees):
+        model_parallel_cuda_manual_seed(3)
+        wrapped = distributed.DistributedDataParallel(None, None, build(CONFIG))
+        rank = dist.get_rank()
+        state = {
+            "model": wrapped.sharded_state_dict(prefix="language."),
+            "iteration": 7,
+            "args": {"rate": 0.5, "names": ["a", {"b": 1}]},
+            "rng": ShardedObject("rng", [rank, rank + 1], (dist.get_world_size(),), (rank,)),
+            "local": LocalNonpersistentObject(rank),
+        }
+        dist_checkpointing.save(state, directory)
+        loaded = dist_checkpointing.load(state, directory)
+        assert (loaded["iteration"], loaded["args"], loaded["local"]) == (7, state["args"], rank)
+        assert loaded["model"].keys() == {f"language.{name}" for name in wrapped.module.state_dict()}
+        return [loaded["rng"]]
+
+
+def _loaded(directory: str, degrees: dict[str, int], seed: int) -> list[float]:
+    """Losses of a model of this seed, and with the values of the checkpoint."""
+    with World(**degrees):
+        model_parallel_cuda_manual_seed(seed)
+        model = build(CONFIG)
+        losses = []
+        for _ in range(2):
+            reported = forward_backward(
+                forward_step_func=forward_step,
+                data_iterator=iter([tokens()]),
+                model=model,
+                num_microbatches=1,
+                seq_length=S,
+                micro_batch_size=BATCH,
+                forward_only=True,
+            )
+            losses += [row["lm loss"] for row in reported]
+            state = dist_checkpointing.load(model.sharded_state_dict(prefix="language."), directory)
+            model.load_state_dict(
+                {name.removeprefix("language."): state[name] for name in state if "." in name}
+            )
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return losses
+
+
+def test_checkpoints_have_no_layout(pool: Pool, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    assert pool.run(2, _saved, directory, {"tensor": 2}) == [[[0, 1]], [[1, 2]]]
+    ((_, wanted),) = pool.run(1, _loaded, directory, {}, 3)
+    first, second = pool.run(2, _loaded, directory, {"pipeline": 2}, 4)
+    assert (
+        first == [] and second[0] != pytest.approx(wanted) and second[1] == pytest.approx(wanted, rel=1e-12)
+    )
+    assert pool.run(2, _saved, directory, {"pipeline": 2}) == [[[0, 1]], [[1, 2]]]  # in its place
+    assert dist_checkpointing.load_common_state_dict(directory)["iteration"] == 7
+    assert dist_checkpointing.check_is_distributed_checkpoint(directory)
+
+
+def _refused_directories(directory: str) -> list[str]:
+    messages = []
+    folder = Path(directory)
+    (folder / "own").mkdir()
+    (folder / "own" / "file").write_text("")
+    (folder / "core").mkdir()
+    (folder / "core" / "metadata.json").write_text("{}")
+    with World():
+        state = {"a": ShardedTensor.from_rank_offsets("a", torch.ones(2, 3), (0, 0, 1))}
+        for call in (
+            lambda: dist_checkpointing.save(state, folder / "own"),
+            lambda: dist_checkpointing.load(state, folder / "core"),
+            lambda: dist_checkpointing.load(state, folder / "none"),
+        ):
+            with pytest.raises(HexadError) as error:
+                call()
+            messages.append(str(error.value))
+    return messages
+
+
+def test_directories_that_hold_something_else_are_refused(pool: Pool, tmp_path: Path) -> None:
+    (messages,) = pool.run(1, _refused_directories, str(tmp_path))
+    words = ("own holds other files", "hexad checkpoint import --from megatron:", "none: found no checkpoint")
+    assert all(word in message for word, message in zip(words, messages, strict=True)), messages
+
+
+def _accumulated() -> None:
+    """Gradients add up as the script's ``zero_grad`` says."""
+    with World():
+        model_parallel_cuda_manual_seed(3)
+        model = distributed.DistributedDataParallel(None, DistributedDataParallelConfig(), build(CONFIG))
+        parameters: list[Any] = list(model.parameters())
+
+        def passed() -> None:
+            model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
+
+        def gradient() -> torch.Tensor:
+            model.finish_grad_sync()
+            assert all(torch.equal(p.grad, p.main_grad) for p in parameters)
+            return torch.cat([parameter.grad.flatten() for parameter in parameters])
+
+        passed()
+        assert all(parameter.grad is None for parameter in parameters)
+        once = gradient().clone()
+        assert once.abs().sum() > 0
+        passed()  # without zero_grad, as with torch
+        torch.testing.assert_close(gradient(), 2 * once)
+        for discard in (model.zero_grad_buffer, model.zero_grad, lambda: model.zero_grad(set_to_none=False)):
+            discard()
+            with model.no_sync():
+                passed()
+            passed()
+            torch.testing.assert_close(gradient(), 2 * once)
+        model.scale_gradients(0.5)
+        torch.testing.assert_close(torch.cat([p.grad.flatten() for p in parameters]), once)
+        plain = build(CONFIG)
+        plain.load_state_dict(model.state_dict())
+        plain(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
+        torch.testing.assert_close(torch.cat([p.grad.flatten() for p in plain.parameters()]), once)
+
+
+def test_gradients_add_up_until_they_are_discarded(pool: Pool) -> None:
+    pool.run(1, _accumulated)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"num_moe_experts": 4}, "TransformerConfig.num_moe_experts: found 4"),
+    ({"multi_latent_attention": True}, "TransformerConfig.multi_latent_attention: found True"),
+    (
+        {"hidden_sizes": 4},
+        "found hidden_sizes, which Megatron-Core does not have (did you mean 'hidden_size'?)",
+    ),
+    ({"activation_func": F.relu}, "TransformerConfig.activation_func: found relu without gated_linear_unit"),
+    ({"normalization": "RMSNorm"}, "TransformerConfig.normalization: found RMSNorm: the flags fit neither"),
+    ({"tensor_model_parallel_size": 4}, "found 4, but parallel_state has 1"),
+    ({"params_dtype": torch.int8}, "TransformerConfig.params_dtype: found torch.int8"),
+    ({"init_method": torch.nn.init.ones_}, "TransformerConfig.init_method: found function"),
+    ({"softmax_type": "off-by-one"}, "TransformerConfig.softmax_type: found off-by-one"),
+    ({"num_layers": None}, "TransformerConfig.num_layers: is missing"),
+]
+
+
+def _refused() -> list[str]:
+    messages = []
+    with World():
+        for more, _ in WRONG:
+            with pytest.raises(HexadError) as error:
+                build({**CONFIG, **more})
+            messages.append(str(error.value))
+        for call in (
+            lambda: GPTModel(vocab_size=100, max_sequence_length=8),
+            lambda: GPTModel(transformer.TransformerConfig(**CONFIG), max_sequence_length=8),
+            lambda: GPTModel(transformer.TransformerConfig(**CONFIG), vocab_size=100),
+            lambda: distributed.finalize_model_grads([build(CONFIG)]),
+        ):
+            with pytest.raises(HexadError) as error:
+                call()
+            messages.append(str(error.value))
+    return messages
+
+
+def test_settings_that_hexad_lacks_are_refused(pool: Pool) -> None:
+    (messages,) = pool.run(1, _refused)
+    wanted = [message for _, message in WRONG]
+    wanted += ["pass a TransformerConfig, or call initialize_megatron", "found vocab_size None"]
+    wanted += ["found max_sequence_length None", "found a GPTModel; wrap it in DistributedDataParallel"]
+    assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
+    assert all("\n" not in message for message in messages)
+
+
+def dataset_config(**more: Any) -> dict[str, Any]:
+    return {"random_seed": 5, "sequence_length": 33, "mid_level_dataset_surplus": 0.005, **more}
+
+
+OPTIONS = [(False, False, False), (True, True, True)]
+"""``reset_position_ids``, ``reset_attention_mask``, ``eod_mask_loss``."""
+
+
+def _core_samples(prefix: str | None, cls: str, sizes: list[int | None], options: tuple[bool, ...]) -> Any:
+    """Lengths of megatron-core's data sets, and some samples."""
+    from megatron.core.datasets import blended_megatron_dataset_builder as builder
+    from megatron.core.datasets import gpt_dataset
+
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    tokenizer = SimpleNamespace(vocab_size=65, eod=64, pad=-1, unique_identifiers={"class": "numbers"})
+    more = {} if prefix is None else {"blend": ([prefix], None), "split": "70,20,10"}
+    settings = dataset_config(tokenizer=tokenizer, **dict(zip(names, options)), **more)
+    config = gpt_dataset.GPTDatasetConfig(**settings)
+    made = builder.BlendedMegatronDatasetBuilder(getattr(gpt_dataset, cls), sizes, lambda: True, config)
+    ours = BlendedMegatronDatasetBuilder(
+        getattr(samples, cls), sizes, lambda: True, samples.GPTDatasetConfig(**settings)
+    )
+    pairs = list(zip(made.build(), ours.build(), strict=True))
+    for theirs, mine in pairs:
+        assert len(theirs) == len(mine)
+        for number in (0, 1, 7, len(mine) // 2, len(mine) - 1, None):
+            one, other = theirs[number], mine[number]
+            assert one.keys() == other.keys()
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), (number, name)
+    return [len(mine) for _, mine in pairs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+def test_samples_are_megatron_cores(pool: Pool, tmp_path: Path, options: tuple[bool, ...]) -> None:
+    """Of one epoch, and of several, whose last one is shuffled by itself or not."""
+    pytest.importorskip("megatron.core")
+    prefix, draw = str(tmp_path / "data"), np.random.default_rng(1)
+    with IndexedWriter(prefix, dtype_for(65)) as writer:
+        for length in draw.integers(1, 90, 60):
+            writer.add_document(np.append(draw.integers(0, 64, length - 1), 64))
+    for sizes in ([100, None, 5], [None, 40, None], [137, 1, 3], [185, 90, 9]):
+        assert pool.run(1, _core_samples, prefix, "GPTDataset", sizes, options)
+    assert pool.run(1, _core_samples, None, "MockGPTDataset", [1000, None, None], options)
+
+
+def test_samples_cover_an_epoch(tmp_path: Path) -> None:
+    """Every token but those of the remainder is an input once."""
+    prefix = str(tmp_path / "data")
+    with IndexedWriter(prefix, dtype_for(1000)) as writer:
+        for first in range(0, 500, 10):
+            writer.add_document(np.arange(first, first + 10))
+    config = dataset_config(tokenizer=_NullTokenizer(999), blend=([prefix], None), split="80,20")
+    built = BlendedMegatronDatasetBuilder(
+        samples.GPTDataset, [None, 40, 1], lambda: True, samples.GPTDatasetConfig(**config)
+    ).build()
+    assert [None if part is None else len(part) for part in built] == [12, 42, None]
+    inputs = torch.cat([built[0][number]["tokens"] for number in range(12)])
+    assert len(inputs.unique()) == len(inputs) == 12 * 33 and int(inputs.max()) < 400
+    sample = built[1][0]
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1]) and int(sample["tokens"].min()) >= 400
+    with pytest.raises(HexadError, match="a blend of 2 data sets"):
+        config = {**config, "blend": (["a", "b"], None)}
+        samples.build_datasets(samples.GPTDataset, [1] * 3, lambda: True, SimpleNamespace(**config))
+    with pytest.raises(HexadError, match="found split '0,0'"):
+        samples.split_bounds("0,0")
+
+
+def test_tokenizers_of_numbers() -> None:
+    """Since core_v0.18 the size includes the end of a document."""
+    newer = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=64)
+    older = _NullTokenizer(64)
+    assert (newer.vocab_size, newer.eod, older.vocab_size, older.eod) == (64, 63, 65, 64)
+    assert MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"}).tokenize("a") == [97]
+    with pytest.raises(HexadError, match="found the library 'spam'; use one of huggingface"):
+        MegatronTokenizer.from_pretrained(metadata_path={"library": "spam"})
+    with pytest.raises(HexadError, match="pass metadata_path"):
+        MegatronTokenizer.from_pretrained("nowhere")
+
+
+def printed(folder: Path, ranks: int, *words: str) -> list[float]:
+    """The losses that the script prints."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "hexad.compat.megatron", str(Path(__file__).parent / "core_loop_script.py"), *words]
+    done = forks.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
+
+
+@pytest.mark.slow
+def test_a_script_without_flags_runs_unchanged(tmp_path: Path) -> None:
+    """With Megatron-Core's dropout, in three layouts."""
+    losses = printed(tmp_path / "one", 1, "1", "1", "4")
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    for name, layout in (("tensor", ("2", "1")), ("pipeline", ("1", "2"))):
+        assert printed(tmp_path / name, 2, *layout, "4") == pytest.approx(losses, rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -151,14 +152,19 @@ def _holder(declared: Declared, mesh: Mesh) -> tuple[int, int] | None:
 
 
 def _mapped(state: Any, change: Callable[[Any], Any]) -> Any:
-    """A nested state with every leaf changed; leaves that become :data:`_ABSENT` are left out."""
+    """A nested state with every leaf changed; dictionaries leave out what becomes :data:`_ABSENT`."""
     if isinstance(state, Mapping):
         changed = {name: _mapped(value, change) for name, value in state.items()}
         return {name: value for name, value in changed.items() if value is not _ABSENT}
     if isinstance(state, list | tuple):
-        kept = [value for value in (_mapped(item, change) for item in state) if value is not _ABSENT]
-        return kept if isinstance(state, list) else tuple(kept)
+        items = [_mapped(item, change) for item in state]
+        return items if isinstance(state, list) else tuple(items)
     return change(state)
+
+
+def _without_gaps(state: Any) -> Any:
+    """A nested state with None in place of what lists lack."""
+    return _mapped(state, lambda leaf: None if leaf is _ABSENT else leaf)
 
 
 _ABSENT = object()
@@ -207,7 +213,7 @@ def save(
     def kept() -> dict[str, Any]:
         common = _mapped(sharded_state_dict, lambda leaf: _ABSENT if isinstance(leaf, _LOCAL) else leaf)
         content = dict(content_metadata) if content_metadata is not None else None
-        state = {"common": common, "content": content, "objects": every}
+        state = {"common": _without_gaps(common), "content": content, "objects": every}
         return {"step": 0, "updates": 0, "samples": 0, "megatron": tags.encoded(state, "sharded_state_dict")}
 
     every = merged(objects, mesh.world, or_)
@@ -275,15 +281,20 @@ def load(
         return leaf.obj if isinstance(leaf, LocalNonpersistentObject) else _ABSENT
 
     state = agreed(lambda: _mapped(sharded_state_dict, loaded), mesh.world)
-    result: dict[str, Any] = _united(saved["common"], state)
+    result: dict[str, Any] = _without_gaps(_united(saved["common"], state))
     return result
 
 
 def _united(one: Any, other: Any) -> Any:
-    """Two nested states in one; values of ``other`` come first."""
+    """Two nested states in one; what ``other`` has comes first."""
+    if other is _ABSENT:
+        return one
     if isinstance(one, dict) and isinstance(other, dict):
-        return {**one, **{name: _united(one.get(name), value) for name, value in other.items()}}
-    return one if other is None else other
+        return {**one, **{name: _united(one.get(name, _ABSENT), value) for name, value in other.items()}}
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        items = [_united(*pair) for pair in zip_longest(one, other, fillvalue=_ABSENT)]
+        return items if isinstance(other, list) else tuple(items)
+    return other
 
 
 def _state(directory: Path) -> dict[str, Any]:

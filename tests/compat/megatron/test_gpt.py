@@ -316,6 +316,9 @@ def _refusals() -> list[str]:
                 attempt()
             except HexadError as error:
                 messages.append(str(error))
+        megatron.GPTModel(final_layernorm=True, z_loss_strength=0.0)  # of forks: as the flags say
+        with pytest.raises(TypeError, match="unexpected argument 'final_layernorm'"):
+            megatron.GPTModel(final_layernorm=False)
     return messages
 
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.config.schema import BatchSettings
 
+from ..facade.absent import MissingAttribute
 from .flags import FLAGS, GROUPS, Flag, alternatives
 from .forks import as_megatron
 
@@ -36,6 +37,22 @@ class Line:
     given: tuple[Flag, ...]
     written: frozenset[str]
     notes: tuple[str, ...]
+
+
+class Arguments(Namespace):
+    """What ``get_args()`` returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingAttribute(f"get_args(): found no argument {name!r}; {_ADD}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Files have argparse's class."""
+        return Namespace, (), dict(vars(self))
+
+
+_ADD = "no flag that Hexad knows sets it: remove it from the script, or let extra_args_provider add its flag"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +96,8 @@ def parse(
     line, unknown = _without([_spelled(word, known) for word in line], known, keep=True)
     if unknown and not ignore_unknown:
         raise _unknown(list(unknown), known, others)
-    arguments, strays = parser.parse_known_args(line)
+    parsed, strays = parser.parse_known_args(line)
+    arguments = Arguments(**vars(parsed))
     if strays and not ignore_unknown:
         raise ConfigError("hexad megatron", f"found the word {strays[0]!r} where a flag is expected")
     attributes, written = vars(arguments), frozenset(vars(arguments))

@@ -64,6 +64,12 @@ def _resolved(config: Any, spec: Any, given: dict[str, Any]) -> Resolved:
     return resolved_model()
 
 
+def _without_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are not the values of a fork's flags, which have been checked on the line."""
+    known = vars(get_args()) if started() else {}
+    return {name: value for name, value in arguments.items() if name not in known or value != known[name]}
+
+
 def _of_flags() -> dict[str, Any]:
     """The arguments of :class:`GPTModel` that the flags decide."""
     args = get_args()
@@ -128,7 +134,7 @@ class GPTModel(Transformer):
     ) -> None:
         ignored, absent = "pg_collection", "logit_dtype mtp_block_spec seq_len_interpolation_factor"
         only = {"num_tokentypes": 0, "scatter_embedding_sequence_parallel": True}
-        check_arguments("GPTModel", others, ignored, absent, **only)
+        check_arguments("GPTModel", _without_flags(others), ignored, absent, **only)
         check_spec(transformer_layer_spec)
         given = {
             "vocab_size": vocab_size,

@@ -6,6 +6,7 @@ from typing import Any
 
 from hexad.config import HexadError, did_you_mean
 
+from ..facade.absent import refused_argument
 from ..facade.names import read_names
 
 _MODULES = {
@@ -209,13 +210,13 @@ def check_arguments(
         defaults: by name, the only value of further ones that is supported beside None.
 
     Raises:
-        TypeError: an unknown argument.
+        UnknownArgument: an unknown argument.
         HexadError: another value.
     """
     defaults |= dict.fromkeys(absent.split())
     for name, value in given.items():
         if name not in (known := {*defaults, *ignored.split()}):
-            raise TypeError(f"{function}: unexpected argument {name!r}{did_you_mean(name, known)}")
+            raise refused_argument(function, name, did_you_mean(name, known))
         if value is not None and name in defaults and value != defaults[name]:
             shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
             raise HexadError(f"{function}: found {name} {shown}; it is not supported: leave it out")

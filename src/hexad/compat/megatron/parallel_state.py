@@ -396,6 +396,11 @@ def _is_virtual_stage(given: int | None, wanted: int) -> bool:
     return state.virtual is None or (state.virtual_rank if given is None else given) == wanted
 
 
+def get_seq_split_idx() -> int:
+    """0: sequences are not split for the pipeline (zero-bubble pipeline parallelism's name)."""
+    return 0
+
+
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank holds the first or the last stage."""
     options = ignore_virtual, vp_stage

@@ -145,7 +145,8 @@ def train_script(
         HexadError: anything the user can fix; the same on every rank.
     """
     if model_type is not ModelType.encoder_or_decoder:
-        raise HexadError(f"pretrain: found model type {model_type}; use ModelType.encoder_or_decoder")
+        kind = getattr(model_type, "__name__", model_type)
+        raise HexadError(f"pretrain: found model type {kind}; use ModelType.encoder_or_decoder")
     if process_non_loss_data_func is not None:
         raise HexadError("pretrain: found functions for other data than losses; leave them out")
     ignored = "get_embedding_ranks get_position_embedding_ranks inprocess_call_wrapper store"

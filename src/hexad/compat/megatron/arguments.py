@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
@@ -149,7 +149,17 @@ def _declare(section: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     if flag.kind is bool:
         return section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
     rest |= {"nargs": "+"} if flag.several else {}
-    return section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
+    kind = partial(_choice, flag.choices) if flag.choices else flag.kind
+    return section.add_argument(*names, type=kind, choices=flag.choices or None, **rest)
+
+
+def _choice(choices: Sequence[str], word: str) -> str:
+    """The choice that a word means: forks spell some in other cases, or with other signs between words."""
+
+    def plain(text: str) -> str:
+        return re.sub("[-_ ]", "", text).lower()
+
+    return next((choice for choice in choices if plain(choice) == plain(word)), word)
 
 
 def _differs(flag: Flag, value: Any) -> bool:

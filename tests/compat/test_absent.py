@@ -43,7 +43,14 @@ ABSENT = [
     ("from spamsystem import training\ntraining.get_timers().spam()", "Timers: found the attribute 'spam'"),
     (
         "from spamsystem.training import print_rank_0\nprint_rank_0('x', end='')",
-        "print_rank_0: found the argument 'end'",
+        "print_rank_0() got an unexpected keyword argument 'end': Hexad's spamsystem",
+    ),
+    ("from spamsystem import training\ntraining.print_rank_last()", "print_rank_last() missing 1"),
+    ("from spamsystem import training\ntraining.Timer().start(1, 2)", "Timer.start() takes from 1 to 2"),
+    (
+        "from spamsystem.core.models import core_transformer_config_from_args as f\n"
+        "class C:\n    swiglu = 1\n    params_dtype = norm_epsilon = num_experts = 1\nf(C()).spam",
+        "'TransformerConfig' object has no attribute 'spam'",
     ),
     (
         "from spamsystem.core.models import GPTModel\nGPTModel(spam=1)",
@@ -77,7 +84,10 @@ OWN = [
     ("import json\njson.spam", AttributeError),
     ("def f(): pass\nf(spam=1)", TypeError),
     ("class GPTModels: pass\nGPTModels().spam", AttributeError),
-    ("from spamsystem import training\ntraining.print_rank_last()", TypeError),
+    ("from torch import Tensor, ones\nones(1).spam", AttributeError),
+    ("def print_rank_0s(): pass\nprint_rank_0s(1)", TypeError),
+    ("from pathlib import Path\nPath(spam=1, x=2).spam", Exception),
+    ("int(1, 2, 3)", TypeError),
 ]
 
 

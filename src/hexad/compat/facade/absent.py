@@ -12,9 +12,10 @@ from types import ModuleType, TracebackType
 
 from hexad.config import HexadError
 
+_NAME = f"{__package__}".rpartition(".")[0]
 _PACKAGE = str(Path(__file__).parents[2])
 _ATTRIBUTE = re.compile(r"(?:'(\w+)' object|type object '(\w+)') has no attribute '(\w+)'")
-_KEYWORD = re.compile(r"(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+_CALL = re.compile(r"^([A-Za-z_]\w*)(?:\.\w+)*\(\) (got|missing|takes) ")
 _IMPORTED = re.compile(r"cannot import name '(\w+)'")
 
 
@@ -35,15 +36,16 @@ def explained(error: Exception, system: str) -> str | None:
     """
     if _raised_by_hexad(error.__traceback__):
         return None
-    what = None
-    if isinstance(error, ImportError):
-        what = _import(error, system)
-    elif isinstance(error, AttributeError):
-        what = _attribute(error, system)
-    elif isinstance(error, TypeError):
-        keyword = _KEYWORD.search(str(error))
-        if keyword and _owner(keyword[1]):
-            what = f"{keyword[1]}: found the argument {keyword[2]!r}"
+    if isinstance(error, TypeError):
+        call = _CALL.match(str(error))
+        known = call is not None and _has(call[1])
+        return (
+            f"{error}: Hexad's {system} has the arguments of newer releases; change the call"
+            if known
+            else None
+        )
+    what = _import(error, system) if isinstance(error, ImportError) else None
+    what = _attribute(error, system) if isinstance(error, AttributeError) else what
     if what is None:
         return None
     return (
@@ -81,14 +83,16 @@ def _attribute(error: AttributeError, system: str) -> str | None:
     if not named:
         return None
     kind = named[1] or named[2]
-    return f"{kind}: found the attribute {named[3]!r}" if _owner(kind) else None
+    found = error.obj if isinstance(error.obj, type) else type(error.obj)
+    ours = _has(kind) if error.obj is None else found.__module__.startswith(_NAME)
+    return f"{kind}: found the attribute {named[3]!r}" if ours else None
 
 
-def _owner(name: str) -> ModuleType | None:
-    """The module of Hexad's interfaces that has a class or function of this name."""
-    package = f"{__package__}".rpartition(".")[0]
-    modules = [module for path, module in sys.modules.items() if path.startswith(f"{package}.")]
-    return next((module for module in modules if callable(vars(module).get(name))), None)
+def _has(name: str) -> bool:
+    """Whether one of Hexad's interfaces has a class or function of its own with this name."""
+    modules = [module for path, module in sys.modules.items() if path.startswith(_NAME)]
+    owners = (getattr(vars(module).get(name), "__module__", None) for module in modules)
+    return any(str(owner).startswith(_NAME) for owner in owners)
 
 
 def _imported_as(module: ModuleType, system: str, trace: TracebackType | None) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hexad.config import HexadError
 
+from ..facade.absent import MissingAttribute
 from .earlier import SETTINGS
 from .enums import (  # noqa: F401
     AttnBackend,
@@ -30,7 +31,12 @@ class TransformerConfig(SimpleNamespace):
             return _COMPUTED[name](self)
         if name in SETTINGS:
             return SETTINGS[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingAttribute(
+            f"{type(self).__name__!r} object has no attribute {name!r}: Megatron-Core has no such setting; "
+            "remove it from the script, or give it to the configuration"
+        )
 
 
 _COMPUTED: dict[str, Callable[[Any], Any]] = {

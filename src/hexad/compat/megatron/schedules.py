@@ -19,9 +19,12 @@ from hexad.topology.mesh import Mesh
 from . import parallel_state
 from .chunks import Chunks, ForwardStep, Step, compute_of
 from .datasets import iterators_of
+from .distributed import DistributedDataParallel
+from .enums import ModelType
 from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
 from .installed import check_arguments
+from .settings import DistributedDataParallelConfig
 
 
 def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., Engine] = GPTEngine) -> Engine:
@@ -56,6 +59,52 @@ def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., En
         boundary=lambda *_: empty_hidden(config, mesh),
         initialise=False,
     )
+
+
+def get_model(
+    model_provider_func: Callable[..., nn.Module],
+    model_type: Any = None,
+    wrap_with_ddp: bool = True,
+    **others: Any,
+) -> list[nn.Module]:
+    """This rank's stages of the model of the flags, for a script with an optimizer of its own.
+
+    Args:
+        model_provider_func: see :func:`setup_model`.
+        model_type: ``encoder_or_decoder``.
+        wrap_with_ddp: wrap each in :class:`DistributedDataParallel`.
+        others: Megatron-LM's, with their defaults.
+
+    Raises:
+        HexadError: a schedule whose stages are placed in another way than by 1F1B.
+        ConfigError: flags that do not fit each other.
+    """
+    check_arguments("get_model", others, "", "config pg_collection")
+    if model_type not in (None, ModelType.encoder_or_decoder):
+        raise HexadError(f"get_model: found model type {model_type}; use ModelType.encoder_or_decoder")
+    resolved, mesh = resolved_model(), parallel_state.get_mesh()
+    schedule, args = resolved.plan.schedule, get_args()
+    if any(rank != number % mesh.pipeline.size for number, rank in enumerate(schedule.placement)):
+        name = resolved.config.parallel.schedule
+        raise HexadError(
+            f"get_model: found parallel.schedule {name}; use 1f1b or interleaved, or setup_model"
+        )
+    last = schedule.stages - 1
+    stages = build_stages(
+        schedule,
+        mesh,
+        lambda number: model_provider_func(pre_process=number == 0, post_process=number == last),
+    )
+    if not wrap_with_ddp:
+        return list(stages.values())
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        bucket_size=args.ddp_bucket_size,
+    )
+    return [
+        DistributedDataParallel(getattr(stage, "config", None), settings, stage) for stage in stages.values()
+    ]
 
 
 def empty_hidden(config: Config, mesh: Mesh) -> Tensor:

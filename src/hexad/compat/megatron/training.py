@@ -45,7 +45,7 @@ from .initialize import (  # noqa: F401
     validate_args,
 )
 from .installed import check_arguments
-from .schedules import ScriptEngine, get_num_microbatches, setup_model  # noqa: F401
+from .schedules import ScriptEngine, get_model, get_num_microbatches, setup_model  # noqa: F401
 from .tensor_parallel import send_batch
 from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 

@@ -30,6 +30,8 @@ from .installed import check_arguments
 
 _FOREIGN = "metadata.json"
 """A file of Megatron-Core's checkpoints."""
+_STATE = "optimizer."
+"""Begins names of the optimizer's state in checkpoints."""
 Piece = tuple[int, Rectangle]
 """The first row in a rank's tensor, and the part of a global tensor that is there."""
 
@@ -87,7 +89,8 @@ class ShardedTensor:
         for first, rectangle in self.pieces:
             whole = len(self.pieces) == 1
             part = rows.reshape(rectangle.sizes) if whole else rows.narrow(0, first, rectangle.sizes[0])
-            yield Chunk(rectangle.named(f"model.{rectangle.name}"), part, self.holder)
+            name = rectangle.name if rectangle.name.startswith(_STATE) else f"model.{rectangle.name}"
+            yield Chunk(rectangle.named(name), part, self.holder)
 
 
 @dataclass

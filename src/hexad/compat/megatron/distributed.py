@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from hexad.comm import broadcast
 from hexad.config import HexadError
 from hexad.engine.modules import placed
-from hexad.parallel.data.buckets import Bucket, BufferPool, Formats, StateSharding, make_buckets
+from hexad.parallel.data.buckets import BufferPool, Formats, Shardings, StateSharding, make_buckets
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.inventory import Grid
 from hexad.parallel.sharding import Declared, declared_parameters
@@ -38,7 +39,8 @@ class DistributedDataParallel(nn.Module):
     Args:
         config: of the module.
         ddp_config: Megatron-Core's settings; gradients are reduced while the backward pass runs with
-            ``overlap_grad_reduce``. The optimizer is the script's: nothing is sharded over data ranks.
+            ``overlap_grad_reduce``. With an optimizer of ``torch.optim`` nothing is sharded over data ranks;
+            with that of ``get_megatron_optimizer`` ``use_distributed_optimizer`` shards its state, ZeRO 1.
         module: :class:`GPTModel`, or any module, with parameters of one format.
         disable_bucketing: use one bucket.
         others: Megatron-Core's, without effect.
@@ -55,17 +57,44 @@ class DistributedDataParallel(nn.Module):
         self.config, self.module = config, module
         self.ddp_config = ddp_config or DistributedDataParallelConfig()
         self.mesh = parallel_state.get_mesh()
-        trained = [found for found in declared_parameters(module) if found.parameter.requires_grad]
-        self._dtype = _common_dtype(trained)
-        wide = torch.promote_types(self._dtype, torch.float32)
-        accumulated = wide if getattr(self.ddp_config, "grad_reduce_in_fp32", False) else self._dtype
-        formats = Formats(self._dtype, accumulated, accumulated, self._dtype)
+        self._trained = [found for found in declared_parameters(module) if found.parameter.requires_grad]
+        dtype = _common_dtype(self._trained)
+        wide = torch.promote_types(dtype, torch.float32)
+        accumulated = wide if getattr(self.ddp_config, "grad_reduce_in_fp32", False) else dtype
+        self.formats = Formats(dtype, accumulated, accumulated, dtype)
         elements = getattr(self.ddp_config, "bucket_size", None) or _BUCKET
-        limit = float("inf") if disable_bucketing else float(elements * accumulated.itemsize)
-        self._buckets = _buckets(trained, limit, formats, self.mesh)
-        self.gradients = _gradients(self._buckets, formats, self.mesh)
-        self._accumulating = self._discards = False
+        self._limit = float("inf") if disable_bucketing else float(elements * accumulated.itemsize)
+        self.grids = {found.declaration.weights[0].grid for found in self._trained}
+        self.accumulating = self._finished = self._discards = False
         self._before: list[Tensor] | None = None
+        self._allocate(shardings(self.grids, self.mesh, 0), 0)
+
+    def _allocate(self, sharding: Shardings, zero: int) -> None:
+        """Put the parameters into buckets, with the values that they have, and accumulate gradients there:
+        means over data ranks."""
+        members = [(0, placed(declared, self.mesh.tensor)) for declared in self._trained]
+        self.buckets = make_buckets(members, self._limit, self.formats, zero, sharding)
+        for bucket in self.buckets:
+            bucket.allocate(self.formats, host=False)
+            for declared in bucket.members:  # what is computed from weights would not follow updates
+                vars(declared.parameter).pop("derived", None)
+        ties = {TIE: parallel_state.embedding_axis()} if any(b.traits.tied for b in self.buckets) else {}
+        pool = BufferPool(self.mesh.device)
+        self.gradients = Gradients(self.buckets, sharding, self.mesh.axes, ties, pool, self.formats.reduced)
+        self.gradients.extends = True
+        self.gradients.factor = 1.0 / self.mesh.gradient_axis().size
+        self._hands_over = zero == 0
+
+    def shard(self, sharding: Shardings, zero: int) -> None:
+        """Keep master values in at least float32, and shard them and the gradients' sums as ``zero`` says,
+        for an optimizer of Hexad's; gradients are discarded."""
+        self.zero_grad_buffer()
+        self.gradients.detach()
+        for bucket in self.buckets:
+            bucket.give_back(self.mesh.device)
+        wide = torch.promote_types(self.formats.parameters, torch.float32)
+        self.formats = replace(self.formats, master=wide)
+        self._allocate(sharding, zero)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the module computes."""
@@ -76,13 +105,13 @@ class DistributedDataParallel(nn.Module):
     def expect(self, passes: int | None) -> None:
         """Begin to accumulate gradients, unless that has been done: of so many backward passes at least,
         after which buckets are reduced; None: of any number, reduced by :meth:`finish_grad_sync`."""
-        if self._accumulating:
+        if self.accumulating:
             return
-        self._accumulating = True
-        members = [declared.parameter for bucket in self._buckets for declared in bucket.members]
-        keeps = not self._discards and any(parameter.grad is not None for parameter in members)
-        self._before = [bucket.gradient.clone() for bucket in self._buckets] if keeps else None
-        self._discards = False
+        members = [declared.parameter for bucket in self.buckets for declared in bucket.members]
+        discarded = self._hands_over and all(parameter.grad is None for parameter in members)
+        keeps = self._finished and not self._discards and not discarded
+        self._before = [bucket.gradient.clone() for bucket in self.buckets] if keeps else None
+        self.accumulating, self._discards = True, False
         for parameter in members:
             parameter.grad = None
         overlaps = getattr(self.ddp_config, "overlap_grad_reduce", False)
@@ -93,14 +122,14 @@ class DistributedDataParallel(nn.Module):
         that nothing contributed to is zero."""
         self.expect(None)
         self.gradients.finish()
-        for before, bucket in zip(self._before or (), self._buckets):
+        for before, bucket in zip(self._before or (), self.buckets):
             bucket.gradient.add_(before)
-        self._before, self._accumulating = None, False
+        self._before, self.accumulating, self._finished = None, False, True
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give the parameters their gradients."""
-        for bucket in self._buckets:
+        """Give the parameters their gradients, unless these are sharded."""
+        for bucket in self.buckets if self._hands_over else ():
             for declared, gradient in zip(bucket.members, bucket.views(bucket.gradient)):
                 parameter: Any = declared.parameter
                 parameter.main_grad, parameter.grad = gradient, gradient.to(parameter.dtype)
@@ -116,12 +145,12 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Discard the gradients."""
-        self._accumulating, self._discards, self._before = False, True, None
+        self.accumulating, self._discards, self._before = False, True, None
         self.zero_grad()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiply the gradients, after :meth:`finish_grad_sync`."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.gradient.mul_(scaling_factor)
         self._hand_over()
 
@@ -168,32 +197,9 @@ def _common_dtype(trained: Sequence[Declared]) -> torch.dtype:
     return trained[0].parameter.dtype
 
 
-def _shardings(grids: set[Grid], mesh: Mesh) -> dict[Grid, StateSharding]:
-    """Every data rank holds everything."""
-    return {grid: StateSharding.create(0, 1, mesh, grid) for grid in sorted(grids)}
-
-
-def _buckets(trained: Sequence[Declared], limit: float, formats: Formats, mesh: Mesh) -> list[Bucket]:
-    """The parameters in buckets, with the values that they have."""
-    members = [(0, placed(declared, mesh.tensor)) for declared in trained]
-    grids = {declared.declaration.weights[0].grid for _, declared in members}
-    buckets = make_buckets(members, limit, formats, 0, _shardings(grids, mesh))
-    for bucket in buckets:
-        bucket.allocate(formats, host=False)
-        for declared in bucket.members:  # what is computed from weights would not follow the script's updates
-            vars(declared.parameter).pop("derived", None)
-    return buckets
-
-
-def _gradients(buckets: Sequence[Bucket], formats: Formats, mesh: Mesh) -> Gradients:
-    """Accumulates in the buckets: means over data ranks."""
-    shardings = _shardings({bucket.traits.grid for bucket in buckets}, mesh)
-    tied = {TIE: parallel_state.embedding_axis()} if any(bucket.traits.tied for bucket in buckets) else {}
-    pool = BufferPool(mesh.device)
-    gradients = Gradients(buckets, shardings, mesh.axes, tied, pool, formats.reduced)
-    gradients.extends = True
-    gradients.factor = 1.0 / mesh.gradient_axis().size
-    return gradients
+def shardings(grids: set[Grid], mesh: Mesh, zero: int) -> dict[Grid, StateSharding]:
+    """How ``zero`` shards state; all ranks call this together."""
+    return {grid: StateSharding.create(zero, 1, mesh, grid) for grid in sorted(grids)}
 
 
 def finalize_model_grads(model: Sequence[Any], num_tokens: Any = None, *_: Any, **__: Any) -> None:

@@ -12,6 +12,7 @@ from ..facade.names import read_names
 _MODULES = {
     "dist_checkpointing": "core.dist_checkpointing core.dist_checkpointing.mapping "
     "core.dist_checkpointing.serialization",
+    "core_optimizer": "core.optimizer_param_scheduler",
     "distributed": "core.distributed core.distributed.distributed_data_parallel "
     "core.distributed.finalize_model_grads",
     "datasets": "data.gpt_dataset core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
@@ -46,6 +47,9 @@ NAMES = {
     "core.inference.common_inference_params.CommonInferenceParams": "settings",
     "model.ModelType": "transformer",
     "core.models.gpt.heterogeneous.heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec": "transformer",
+    "core.optimizer.MegatronOptimizer": "core_optimizer",
+    "core.optimizer.get_megatron_optimizer": "core_optimizer",
+    "core.optimizer.optimizer.MegatronOptimizer": "core_optimizer",
     "core.tokenizers.MegatronTokenizer": "initialize",
     "core.tokenizers.megatron_tokenizer.MegatronTokenizer": "initialize",
     "core.tokenizers.text.utils.build_tokenizer.build_tokenizer": "initialize",

@@ -1,5 +1,7 @@
 """Flags of a launch line that depend on each other: no effect is reported, contradictions are refused."""
 
+import argparse
+
 import pytest
 
 from hexad.compat.megatron.arguments import parse
@@ -155,3 +157,17 @@ def test_choices_in_other_spellings(flag: Flag) -> None:
             assert value in (choice, [choice])
     with pytest.raises(ConfigError, match=f"{flag.name}: invalid choice: 'spam'"):
         parse([*SMALL, flag.name, "spam"])
+
+
+def test_scripts_add_choices() -> None:
+    """As Pai-Megatron-Patch's do; the parser of other lines stays as it is."""
+
+    def extra(parser: argparse.ArgumentParser) -> None:
+        action = next(action for action in parser._actions if action.dest == "optimizer")
+        assert isinstance(action.choices, list)
+        action.choices.append("spam")
+
+    line = [*SMALL, "--optimizer", "spam"]
+    assert parse(line, extra=extra).arguments.optimizer == "spam"
+    with pytest.raises(ConfigError, match="--optimizer: invalid choice: 'spam'"):
+        parse(line)

@@ -150,7 +150,7 @@ def _declare(section: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
         return section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
     rest |= {"nargs": "+"} if flag.several else {}
     kind = partial(_choice, flag.choices) if flag.choices else flag.kind
-    return section.add_argument(*names, type=kind, choices=flag.choices or None, **rest)
+    return section.add_argument(*names, type=kind, choices=list(flag.choices) or None, **rest)
 
 
 def _choice(choices: Sequence[str], word: str) -> str:

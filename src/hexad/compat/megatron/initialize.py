@@ -319,6 +319,10 @@ def initialize_megatron(
     _parsed = None
 
 
+def set_jit_fusion_options() -> None:
+    """No-op: kernels are Hexad's."""
+
+
 def destroy_megatron() -> None:
     """Discard arguments, mesh and tokenizer; torch's process groups remain."""
     global _parsed, _started

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +69,13 @@ def _compute(
     return result
 
 
+_MEMORY: WeakKeyDictionary[nn.Module, MessageBuffers] = WeakKeyDictionary()
+"""By a rank's first module."""
+
+
 @dataclass
 class Chunks:
-    """This rank's stages, modules of a script's own, with what Megatron-Core calls model chunks' settings.
+    """This rank's stages, modules of a script's own: Megatron-Core's model chunks.
 
     Attributes:
         stages: by number.
@@ -159,8 +164,15 @@ class Chunks:
             partial(self._boundary, shape),
             idle,
             self.mesh.device,
-            MessageBuffers(self.mesh.device),
+            self._messages(),
         )
+
+    def _messages(self) -> MessageBuffers:
+        """Memory of messages, the same in all steps of these modules."""
+        first = self.stages[min(self.stages)]
+        if first not in _MEMORY:
+            _MEMORY[first] = MessageBuffers(self.mesh.device)
+        return _MEMORY[first]
 
     def _boundary(self, shape: Shape, _: Step, __: int) -> Tensor:
         """An empty tensor like the hidden states that cross a stage boundary: of :class:`GPTModel`

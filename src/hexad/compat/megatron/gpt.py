@@ -64,6 +64,31 @@ def _resolved(config: Any, spec: Any, given: dict[str, Any]) -> Resolved:
     return resolved_model()
 
 
+def _stage_number(
+    resolved: Resolved, vp_stage: int | None, pre_process: bool | None, post_process: bool | None
+) -> int:
+    """The number of this rank's current stage.
+
+    Raises:
+        HexadError: a script says that it has the embedding or the head, or has not, against the layout.
+    """
+    schedule = resolved.plan.schedule
+    own = schedule.stages_of(parallel_state.get_mesh().pipeline.rank)
+    current = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
+    number = own[current or 0]
+    wanted = (number == 0, number == schedule.stages - 1)
+    found = (
+        wanted[0] if pre_process is None else pre_process,
+        wanted[1] if post_process is None else post_process,
+    )
+    if found != wanted:
+        raise HexadError(
+            f"GPTModel: found pre_process {found[0]} and post_process {found[1]} on stage {number} of "
+            f"{schedule.stages}; expected {wanted[0]} and {wanted[1]}"
+        )
+    return number
+
+
 def _without_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are not the values of a fork's flags, which have been checked on the line."""
     known = vars(get_args()) if started() else {}
@@ -155,17 +180,7 @@ class GPTModel(Transformer):
                 "GPTModel: context parallel is for 'hexad megatron': use --context-parallel-size 1"
             )
         placement = plan.schedule.placement
-        own = plan.schedule.stages_of(mesh.pipeline.rank)
-        current = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
-        number = own[current or 0]
-        wanted = (number == 0, number == len(placement) - 1)
-        pre_process = wanted[0] if pre_process is None else pre_process
-        post_process = wanted[1] if post_process is None else post_process
-        if (pre_process, post_process) != wanted:
-            raise HexadError(
-                f"GPTModel: found pre_process {pre_process} and post_process {post_process} on stage "
-                f"{number} of {len(placement)}; expected {wanted[0]} and {wanted[1]}"
-            )
+        number = _stage_number(resolved, vp_stage, pre_process, post_process)
         if settings.model.tied_embeddings:
             check_tied(len(placement) > 1 and placement[0] == placement[-1], settings.parallel.zero)
         shard = make_shard(settings.parallel, mesh, DTYPES[settings.precision.dtype])
@@ -177,7 +192,8 @@ class GPTModel(Transformer):
         self.share_embeddings_and_output_weights = bool(settings.model.tied_embeddings)
         self._head_is_a_layer()
         initialise(declared_parameters(self), settings.run.seed)
-        self.parallel_output, self.pre_process, self.post_process = parallel_output, pre_process, post_process
+        self.pre_process, self.post_process = number == 0, number == len(placement) - 1
+        self.parallel_output = parallel_output
         self.passes, self.seed = 0, settings.run.seed
         self._isolated, self._data_rank = settings.data.documents == "isolate", mesh.data.rank
         self._checked = False

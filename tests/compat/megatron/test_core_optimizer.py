@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hexad.compat.megatron import dist_checkpointing, distributed
+from hexad.compat.megatron import dist_checkpointing, distributed, training
 from hexad.compat.megatron.core_optimizer import OptimizerParamScheduler, get_megatron_optimizer
 from hexad.compat.megatron.schedules import forward_backward
 from hexad.compat.megatron.settings import DistributedDataParallelConfig, OptimizerConfig
@@ -215,3 +215,24 @@ def test_schedules() -> None:
     ):
         with pytest.raises(HexadError, match="OptimizerParamScheduler: found"):
             rates_of(OptimizerParamScheduler, **{"lr_decay_style": "linear", "lr_warmup_steps": 1, **wrong})
+
+
+def _half() -> None:
+    """Modules in 16 bits."""
+    with World():
+        model = build({**CONFIG, "params_dtype": torch.bfloat16, "bf16": True})
+        wrapped = distributed.Float16Module(model.config, model)
+        outer = distributed.DistributedDataParallel(model.config, DistributedDataParallelConfig(), wrapped)
+        assert distributed.unwrapped(outer) is model and training.get_model_config(outer) is model.config
+        logits = wrapped(tokens()[:, :-1], None, None)
+        assert logits.dtype == torch.float32 and outer.state_dict().keys() == model.state_dict().keys()
+        linear = distributed.Float16Module(SimpleNamespace(fp16=True), torch.nn.Linear(2, 2))
+        assert linear(torch.ones(1, 2), fp32_output=False).dtype == torch.float16
+        with pytest.raises(HexadError, match="make it with TransformerConfig"):
+            distributed.Float16Module(SimpleNamespace(bf16=True), build(CONFIG))
+        with pytest.raises(HexadError, match="leave it out"):
+            distributed.Float16Module(SimpleNamespace(), torch.nn.Linear(2, 2))
+
+
+def test_modules_in_16_bits(pool: Pool) -> None:
+    pool.run(1, _half)

@@ -334,6 +334,21 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     return (Path(checkpoint_dir) / MANIFEST_FILE).is_file()
 
 
+def get_default_save_sharded_strategy(*_: Any, **__: Any) -> None:
+    """None: there is one way to save."""
+
+
+def get_default_load_sharded_strategy(*_: Any, **__: Any) -> None:
+    """None: there is one way to load."""
+
+
+def FullyParallelSaveStrategyWrapper(*_: Any, **__: Any) -> None:  # Megatron-Core's name
+    """None: ranks that hold the same values share the work of saving in any case."""
+
+
+FullyParallelLoadStrategyWrapper = FullyParallelSaveStrategyWrapper
+
+
 def is_main_replica(replica_id: int | tuple[int, ...]) -> bool:
     """Whether the rank with this ``replica_id`` writes."""
     return not _replica(replica_id)

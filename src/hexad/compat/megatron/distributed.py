@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from hexad.comm import broadcast
 from hexad.config import HexadError
 from hexad.engine.modules import placed
+from hexad.model.transformer import Transformer
 from hexad.parallel.data.buckets import BufferPool, Formats, Shardings, StateSharding, make_buckets
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.inventory import Grid
@@ -28,7 +31,73 @@ _BUCKET = 40_000_000
 """Megatron-Core's default of a bucket's parameters."""
 
 
-class DistributedDataParallel(nn.Module):
+class Wrapper(nn.Module):
+    """A module around another one, whose state is that of the inner one."""
+
+    module: nn.Module
+
+    def state_dict(self, *inputs: Any, **named: Any) -> Any:
+        """That of the module."""
+        return self.module.state_dict(*inputs, **named)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """That of the module."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(self, prefix: str = "", *inputs: Any, **named: Any) -> Any:
+        """That of the module."""
+        return self.module.sharded_state_dict(prefix, *inputs, **named)  # type: ignore[operator]
+
+    def load_state_dict(self, *inputs: Any, **named: Any) -> Any:
+        """Load the module's."""
+        return self.module.load_state_dict(*inputs, **named)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """That of the module."""
+        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
+
+
+class Float16Module(Wrapper):
+    """A module in 16 bits, which takes and returns float32 too.
+
+    Args:
+        config: with ``bf16`` or ``fp16``.
+        module: which is converted; a :class:`GPTModel` has the format of ``params_dtype``.
+
+    Raises:
+        HexadError: neither, or a model of another format.
+    """
+
+    def __init__(self, config: Any, module: nn.Module) -> None:
+        super().__init__()
+        given = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        dtypes = [dtype for dtype, name in given.items() if getattr(config, name, False)]
+        if not dtypes:
+            raise HexadError("Float16Module: found neither config.bf16 nor config.fp16; leave it out")
+        self._dtype = dtypes[0]
+        found = next((parameter.dtype for parameter in module.parameters()), self._dtype)
+        if isinstance(module, Transformer) and found != self._dtype:
+            raise HexadError(
+                f"Float16Module: found a model in {found}; make it with TransformerConfig(params_dtype="
+                f"{self._dtype})"
+            )
+        self.config, self.module = config, module.to(self._dtype)
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **named: Any) -> Any:
+        """What the module computes; the last stage's result in float32."""
+        if parallel_state.is_pipeline_first_stage():
+            inputs = tree_map(partial(_converted, torch.float32, self._dtype), inputs)
+        result = self.module(*inputs, **named)
+        if fp32_output and parallel_state.is_pipeline_last_stage():
+            result = tree_map(partial(_converted, self._dtype, torch.float32), result)
+        return result
+
+
+def _converted(source: torch.dtype, target: torch.dtype, value: Any) -> Any:
+    return value.to(target) if isinstance(value, Tensor) and value.dtype == source else value
+
+
+class DistributedDataParallel(Wrapper):
     """A module whose gradients are means over data ranks, summed in buckets.
 
     They are in ``main_grad`` of the parameters once :meth:`finish_grad_sync` has been called, and in
@@ -161,26 +230,6 @@ class DistributedDataParallel(nn.Module):
             broadcast(values.view(-1).view(torch.uint8), self.mesh.gradient_axis())
             parameter.data.copy_(values)
 
-    def state_dict(self, *inputs: Any, **named: Any) -> Any:
-        """That of the module."""
-        return self.module.state_dict(*inputs, **named)
-
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """That of the module."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
-
-    def sharded_state_dict(self, prefix: str = "", *inputs: Any, **named: Any) -> Any:
-        """That of the module."""
-        return self.module.sharded_state_dict(prefix, *inputs, **named)  # type: ignore[operator]
-
-    def load_state_dict(self, *inputs: Any, **named: Any) -> Any:
-        """Load the module's."""
-        return self.module.load_state_dict(*inputs, **named)
-
-    def set_input_tensor(self, input_tensor: Any) -> None:
-        """That of the module."""
-        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
-
 
 def _common_dtype(trained: Sequence[Declared]) -> torch.dtype:
     """The format of all parameters.
@@ -222,7 +271,7 @@ def finalize_model_grads(model: Sequence[Any], num_tokens: Any = None, *_: Any, 
 
 
 def unwrapped(model: Any) -> Any:
-    """The module in a :class:`DistributedDataParallel`, or the model itself; of a list each."""
+    """The module in its wrappers, or the model itself; of a list each."""
     if isinstance(model, list):
         return [unwrapped(chunk) for chunk in model]
-    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+    return unwrapped(model.module) if isinstance(model, Wrapper) else model

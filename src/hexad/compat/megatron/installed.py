@@ -47,6 +47,15 @@ NAMES = {
     "core.inference.common_inference_params.CommonInferenceParams": "settings",
     "model.ModelType": "transformer",
     "core.models.gpt.heterogeneous.heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec": "transformer",
+    **dict.fromkeys(
+        (
+            "core.dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper",
+            "core.dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper",
+        ),
+        "dist_checkpointing",
+    ),
+    "core.transformer.module.Float16Module": "distributed",
+    "model.module.Float16Module": "distributed",
     "core.optimizer.MegatronOptimizer": "core_optimizer",
     "core.optimizer.get_megatron_optimizer": "core_optimizer",
     "core.optimizer.optimizer.MegatronOptimizer": "core_optimizer",

@@ -273,13 +273,25 @@ def print_rank_last(message: Any) -> None:
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
-    """The module in a ``DistributedDataParallel``; of a list each."""
+    """The module in its wrappers; of a list each."""
     return unwrapped(model)
 
 
 def get_attr_wrapped_model(model: Any, attr: str, **_: Any) -> Any:
     """An attribute of the model, unwrapped; None if it has none."""
     return getattr(unwrapped(model), attr, None)
+
+
+def get_model_config(model: Any) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        HexadError: it has none.
+    """
+    config = getattr(unwrapped(model), "config", None)
+    if config is None:
+        raise HexadError(f"get_model_config: found a {type(model).__name__} without config; give it one")
+    return config
 
 
 def set_startup_timestamps(**_: Any) -> None:

@@ -180,7 +180,7 @@ LAYOUTS: list[tuple[dict[str, int], int, dict[str, Any], int]] = [
 def test_losses_of_a_loop_are_megatron_cores(pool: Pool, llama: bool) -> None:
     pytest.importorskip("megatron.core")
     ((weights, losses),) = pool.run(1, _core_steps, llama)
-    for degrees, ranks, more, micro in LAYOUTS[:2]:
+    for degrees, ranks, more, micro in (*LAYOUTS[:2], ({"tensor": 4}, 4, {}, BATCH)):
         settings = {**(LLAMA if llama else CONFIG), **more}
         results = pool.run(ranks, _our_steps, settings, weights, degrees, micro)
         # megatron-core computes the loss and rotary factors in float32.

@@ -378,14 +378,15 @@ OPTIONS = [(False, False, False), (True, True, True)]
 """``reset_position_ids``, ``reset_attention_mask``, ``eod_mask_loss``."""
 
 
-def _core_samples(prefix: str | None, cls: str, sizes: list[int | None], options: tuple[bool, ...]) -> Any:
+def _core_samples(
+    more: dict[str, Any], cls: str, sizes: list[int | None], options: tuple[bool, ...]
+) -> list[int | None]:
     """Lengths of megatron-core's data sets, and some samples."""
     from megatron.core.datasets import blended_megatron_dataset_builder as builder
     from megatron.core.datasets import gpt_dataset
 
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     tokenizer = SimpleNamespace(vocab_size=65, eod=64, pad=-1, unique_identifiers={"class": "numbers"})
-    more = {} if prefix is None else {"blend": ([prefix], None), "split": "70,20,10"}
     settings = dataset_config(tokenizer=tokenizer, **dict(zip(names, options)), **more)
     config = gpt_dataset.GPTDatasetConfig(**settings)
     made = builder.BlendedMegatronDatasetBuilder(getattr(gpt_dataset, cls), sizes, lambda: True, config)
@@ -394,13 +395,16 @@ def _core_samples(prefix: str | None, cls: str, sizes: list[int | None], options
     )
     pairs = list(zip(made.build(), ours.build(), strict=True))
     for theirs, mine in pairs:
+        if mine is None:
+            assert theirs is None
+            continue
         assert len(theirs) == len(mine)
-        for number in (0, 1, 7, len(mine) // 2, len(mine) - 1, None):
+        for number in {*range(min(6, len(mine))), len(mine) // 2, len(mine) - 1}:
             one, other = theirs[number], mine[number]
             assert one.keys() == other.keys()
             for name, value in one.items():
-                assert torch.equal(value, other[name]), (number, name)
-    return [len(mine) for _, mine in pairs]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other[name])), (number, name)
+    return [mine and len(mine) for _, mine in pairs]
 
 
 @pytest.mark.slow
@@ -408,13 +412,25 @@ def _core_samples(prefix: str | None, cls: str, sizes: list[int | None], options
 def test_samples_are_megatron_cores(pool: Pool, tmp_path: Path, options: tuple[bool, ...]) -> None:
     """Of one epoch, and of several, whose last one is shuffled by itself or not."""
     pytest.importorskip("megatron.core")
-    prefix, draw = str(tmp_path / "data"), np.random.default_rng(1)
-    with IndexedWriter(prefix, dtype_for(65)) as writer:
-        for length in draw.integers(1, 90, 60):
-            writer.add_document(np.append(draw.integers(0, 64, length - 1), 64))
+    draw, prefixes = np.random.default_rng(1), [str(tmp_path / f"data{number}") for number in range(3)]
+    for prefix, documents in zip(prefixes, (60, 90, 30)):
+        with IndexedWriter(prefix, dtype_for(65)) as writer:
+            for length in draw.integers(1, 90, documents):
+                writer.add_document(np.append(draw.integers(0, 64, length - 1), 64))
+    first = {"blend": (prefixes[:1], None), "split": "70,20,10"}
     for sizes in ([100, None, 5], [None, 40, None], [137, 1, 3], [185, 90, 9]):
-        assert pool.run(1, _core_samples, prefix, "GPTDataset", sizes, options)
-    assert pool.run(1, _core_samples, None, "MockGPTDataset", [1000, None, None], options)
+        assert pool.run(1, _core_samples, first, "GPTDataset", sizes, options)
+    assert pool.run(1, _core_samples, {}, "MockGPTDataset", [1000, None, None], options)
+    weighted = {"blend": (prefixes, [0.5, 0.2, 0.3]), "split": "80,20"}
+    assert pool.run(1, _core_samples, weighted, "GPTDataset", [101, 13, 0], options)
+    assert pool.run(
+        1, _core_samples, {**weighted, "blend": (prefixes[:1], [2.0])}, "GPTDataset", [50, 5, 0], options
+    )
+    for sizes in ([None, None, None], [60, 1000, None]):
+        plain = {"blend": (prefixes, None), "split": "60,30,10"}
+        assert pool.run(1, _core_samples, plain, "GPTDataset", sizes, options)
+    separate = {"blend_per_split": [(prefixes[:2], [3.0, 1.0]), (prefixes[2:], None), None]}
+    assert pool.run(1, _core_samples, separate, "GPTDataset", [77, 7, 0], options)
 
 
 def test_samples_cover_an_epoch(tmp_path: Path) -> None:
@@ -432,9 +448,9 @@ def test_samples_cover_an_epoch(tmp_path: Path) -> None:
     assert len(inputs.unique()) == len(inputs) == 12 * 33 and int(inputs.max()) < 400
     sample = built[1][0]
     assert torch.equal(sample["tokens"][1:], sample["labels"][:-1]) and int(sample["tokens"].min()) >= 400
-    with pytest.raises(HexadError, match="a blend of 2 data sets"):
-        config = {**config, "blend": (["a", "b"], None)}
-        samples.build_datasets(samples.GPTDataset, [1] * 3, lambda: True, SimpleNamespace(**config))
+    with pytest.raises(HexadError, match="weights of a blend without a number of samples for train"):
+        config = {**config, "blend": ([prefix, prefix], [1.0, 2.0])}
+        samples.build_datasets(samples.GPTDataset, [None] * 3, lambda: True, SimpleNamespace(**config))
     with pytest.raises(HexadError, match="found split '0,0'"):
         samples.split_bounds("0,0")
 

@@ -38,12 +38,9 @@ def explained(error: Exception, system: str) -> str | None:
         return None
     if isinstance(error, TypeError):
         call = _CALL.match(str(error))
-        known = call is not None and _has(call[1])
-        return (
-            f"{error}: Hexad's {system} has the arguments of newer releases; change the call"
-            if known
-            else None
-        )
+        if call is None or not _has(call[1]):
+            return None
+        return f"{error}: Hexad's {system} has the arguments of newer releases; change the call"
     what = _import(error, system) if isinstance(error, ImportError) else None
     what = _attribute(error, system) if isinstance(error, AttributeError) else what
     if what is None:

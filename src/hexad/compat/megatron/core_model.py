@@ -62,8 +62,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "GELU": functional.gelu,
     "SiLU": functional.silu,
 }
-
-
+"""By name."""
 _POSITIONS = {
     "position_embedding_type": "position_embedding_type",
     "rotary_percent": "rotary_percent",
@@ -122,11 +121,8 @@ def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh)
     if not isinstance(length, int) or length < 1:
         raise HexadError(f"GPTModel: found max_sequence_length {length}; pass a number of tokens")
     namespace.max_position_embeddings = namespace.seq_length = length
-    namespace.micro_batch_size, namespace.train_iters, namespace.lr = (
-        1,
-        1,
-        1e-4,
-    )  # of a run, which there is not
+    # Of a run: the model does not depend on them.
+    namespace.micro_batch_size, namespace.train_iters, namespace.lr = 1, 1, 1e-4
     seed = model_seed()
     namespace.seed = from_first(torch.initial_seed, mesh.world) % 2**63 if seed is None else seed
     derive(namespace, mesh.layout.world)
@@ -152,9 +148,8 @@ def _check(name: str, value: Any, default: Any, flag: Flag | None) -> None:
 
 
 def _text(value: Any) -> str:
-    return (
-        shown(value) if isinstance(value, bool | int | float | str | list | tuple) else type(value).__name__
-    )
+    plain = isinstance(value, bool | int | float | str | list | tuple)
+    return shown(value) if plain else type(value).__name__
 
 
 def _architecture(namespace: Namespace, config: Any, spec: Any, arguments: Mapping[str, Any]) -> None:

@@ -20,7 +20,14 @@ from .arguments import batch_settings
 from .initialize import get_args, started
 from .installed import check_arguments
 from .masks import ltor_mask, masks_and_positions, positions_from
-from .samples import GPTDataset, GPTDatasetConfig, MockGPTDataset, Split, build_datasets  # noqa: F401
+from .samples import (  # noqa: F401
+    BlendedDataset,
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    Split,
+    build_datasets,
+)
 from .transformer import check_agrees
 
 Batch = dict[str, Tensor]

@@ -15,7 +15,8 @@ _MODULES = {
     "core_optimizer": "core.optimizer_param_scheduler",
     "distributed": "core.distributed core.distributed.distributed_data_parallel "
     "core.distributed.finalize_model_grads",
-    "datasets": "data.gpt_dataset core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
+    "datasets": "data.gpt_dataset core.datasets.blended_dataset "
+    "core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
     "core.datasets.utils",
     "enums": "core.enums core.transformer.enums enums model.enums",
     "gpt": "core.models.gpt core.models.gpt.gpt_model legacy.model model model.gpt_model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -202,14 +203,62 @@ def split_bounds(split: str) -> list[tuple[float, float] | None]:
     return [(low, high) if low < high else None for low, high in pairwise(ends)]
 
 
+class BlendedDataset(Dataset[dict[str, Any]]):
+    """Samples of several data sets in proportion to weights, in Megatron-Core's order; each also has the
+    number of its data set, ``dataset_id``.
+
+    Args:
+        datasets: which are sampled.
+        weights: of each.
+        size: of the blend; None: as many of each as its weight says.
+        config: not used.
+    """
+
+    def __init__(
+        self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None, config: Any = None
+    ) -> None:
+        self.datasets, total = list(datasets), float(sum(weights))
+        limits = [int(weight) for weight in weights] if size is None else None
+        shares = [weight / total for weight in weights]
+        self._sources, self._places = _blended(shares, int(total) if size is None else size, limits)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        source = int(self._sources[number])
+        return {"dataset_id": source, **self.datasets[source][int(self._places[number])]}
+
+
+def _blended(
+    shares: Sequence[float], size: int, limits: Sequence[int] | None
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """The data set of every sample, and the sample's number in it: always of the data set that is furthest
+    behind its share, and has not reached its limit."""
+    sources, places = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
+    counts, open_sets = [0] * len(shares), list(range(len(shares)))
+    for sample in range(size):
+        due = max(sample, 1)
+        chosen = max(open_sets, key=lambda number: shares[number] * due - counts[number])
+        sources[sample], places[sample] = chosen, counts[chosen]
+        counts[chosen] += 1
+        if limits is not None and counts[chosen] == limits[chosen]:
+            open_sets.remove(chosen)
+    return sources, places
+
+
+Blend = tuple[Sequence[str], Sequence[float] | None]
+"""Prefixes, and weights, of a blend."""
+
+
 def build_datasets(
     cls: Any, sizes: Sequence[int | None], is_built_on_rank: Callable[[], bool], config: Any
 ) -> list[Any]:
     """The data sets for training, validation and testing; None where a part is empty, or not of this rank.
 
     Raises:
-        HexadError: another class than :class:`GPTDataset` and :class:`MockGPTDataset`, several prefixes in a
-            blend, or settings that are missing.
+        HexadError: another class than :class:`GPTDataset` and :class:`MockGPTDataset`, weights without a
+            number of samples, or settings that are missing.
     """
     missing = [name for name in ("random_seed", "sequence_length", "tokenizer") if not hasattr(config, name)]
     if missing:
@@ -217,42 +266,59 @@ def build_datasets(
     if not (isinstance(cls, type) and issubclass(cls, GPTDataset)):
         name = getattr(cls, "__name__", cls)
         raise HexadError(f"BlendedMegatronDatasetBuilder: found {name!r}; pass GPTDataset or MockGPTDataset")
-    blends = [_prefix(getattr(config, "blend", None))] * len(Split)
     separate = getattr(config, "blend_per_split", None)
-    split = split_bounds(getattr(config, "split", None) or "1,1,1")
+    blends: list[Blend | None] = [getattr(config, "blend", None) or None] * len(Split)
     if separate is not None and any(separate):
-        blends = [_prefix(blend) for blend in separate]
+        blends = list(separate)
         split = [None if blend is None else (0.0, 1.0) for blend in blends]
-    elif blends[0] is None:
-        split = split_bounds("1,1,1")
+        blends = [blend and (blend[0], None if len(blend[0]) == 1 else blend[1]) for blend in blends]
+    else:
+        split = split_bounds((blends[0] and getattr(config, "split", None)) or "1,1,1")
     if not is_built_on_rank():
         return [None] * len(Split)
-    datasets: list[Any] = []
     sources: dict[str | None, Documents] = {}
-    for part, blend, bounds, size in zip(Split, blends, split, sizes):
-        if bounds is None:
-            datasets.append(None)
-            continue
-        if blend not in sources:
-            sources[blend] = MockDocuments(config.tokenizer) if blend is None else IndexedDocuments(blend)
-        count = len(sources[blend].lengths)
+
+    def part_of(prefix: str | None, part: Split, size: int | None) -> GPTDataset:
+        """A part of one data set."""
+        bounds = split[part.value]
+        assert bounds is not None
+        if prefix not in sources:
+            sources[prefix] = MockDocuments(config.tokenizer) if prefix is None else IndexedDocuments(prefix)
+        count = len(sources[prefix].lengths)
         chosen = np.arange(round(bounds[0] * count), round(bounds[1] * count), dtype=np.int32)
-        datasets.append(cls(sources[blend], blend, chosen, size, part, config))
-    return datasets
+        dataset: GPTDataset = cls(sources[prefix], prefix, chosen, size, part, config)
+        return dataset
+
+    return [
+        None if bounds is None else _of_blend(blend, part, size, config, part_of)
+        for part, blend, bounds, size in zip(Split, blends, split, sizes)
+    ]
 
 
-def _prefix(blend: Any) -> str | None:
-    """The prefix that a blend names; None without one.
-
-    Raises:
-        HexadError: it names several.
-    """
+def _of_blend(
+    blend: Blend | None,
+    part: Split,
+    size: int | None,
+    config: Any,
+    part_of: Callable[[str | None, Split, int | None], GPTDataset],
+) -> Dataset[Any]:
+    """The data set of one part: of synthetic documents without a blend, of one prefix, or a blend."""
     if blend is None:
-        return None
-    prefixes = list(blend[0])
-    if len(prefixes) != 1:
+        return part_of(None, part, size)
+    prefixes, weights = list(blend[0]), blend[1]
+    if len(prefixes) == 1 and weights is None:
+        return part_of(prefixes[0], part, size)
+    if weights is None:  # in proportion to their samples
+        datasets = [part_of(prefix, part, None) for prefix in prefixes]
+        lengths = [len(dataset) for dataset in datasets]
+        return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)))
+    if size is None:
         raise HexadError(
-            f"GPTDatasetConfig: found a blend of {len(prefixes)} data sets; without flags there is one: use "
-            "--data-path, or torch.utils.data.ConcatDataset"
+            f"GPTDatasetConfig: found weights of a blend without a number of samples for {part.name}; give "
+            "the builder one, or leave out the weights"
         )
-    return str(prefixes[0])
+    shares = [weight / sum(weights) for weight in weights]
+    counts = [math.ceil(size * share) for share in shares]
+    surplus = 1 + getattr(config, "mid_level_dataset_surplus", 0.005)
+    datasets = [part_of(prefix, part, math.ceil(n * surplus)) for prefix, n in zip(prefixes, counts)]
+    return BlendedDataset(datasets, shares, sum(counts))

@@ -188,7 +188,13 @@ def test_losses_of_a_loop_are_megatron_cores(pool: Pool, llama: bool) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize(("degrees", "ranks", "more", "micro"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "more", "micro"),
+    [
+        pytest.param(*layout, marks=pytest.mark.slow) if "virtual" in layout[0] else layout
+        for layout in LAYOUTS  # test_gpt.py interleaves stages too
+    ],
+)
 def test_losses_of_a_loop_are_one_ranks(
     pool: Pool, degrees: dict[str, int], ranks: int, more: dict[str, Any], micro: int
 ) -> None:

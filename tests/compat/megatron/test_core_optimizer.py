@@ -113,7 +113,6 @@ def test_steps_are_pytorchs_in_any_layout(pool: Pool, tmp_path: Path) -> None:
     layouts: list[tuple[int, dict[str, int], dict[str, Any], bool, int]] = [
         (4, {"tensor": 2}, {"sequence_parallel": True}, True, 1),
         (4, {"pipeline": 2}, {}, True, 2),
-        (2, {}, {}, False, 2),
     ]
     for number, (ranks, degrees, settings, zero, micro) in enumerate(layouts):
         save = saved if number == 0 else ""

@@ -155,7 +155,7 @@ class Modules:
                 differ on the ranks of a stage; the same on all ranks.
         """
         everything = [
-            (stage, _tied(_placed(declared, mesh.tensor), ties))
+            (stage, _tied(placed(declared, mesh.tensor), ties))
             for stage, declared in stage_parameters(stages)
         ]
         untrained = _untrained(
@@ -321,7 +321,7 @@ def _check(
             )
 
 
-def _placed(declared: Declared, tensor: Axis) -> Declared:
+def placed(declared: Declared, tensor: Axis) -> Declared:
     """A plain parameter with this rank's place among the tensor ranks that compute parts of its gradient."""
     if not declared.plain or not declared.declaration.weights[0].partial:
         return declared

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from hexad.config.model import ModelSettings
 from hexad.parallel.inventory import Execution, Kept, Parameter, Product, Weight
-from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec, HeadSpec
+from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSpec, HeadSpec
 
 from .attention_inventory import AttentionSpec
 from .block_inventory import BlockSpec, BranchSpec, LayerTraits, Recomputed
@@ -78,7 +78,8 @@ class StageSpec:
         if not self.first:
             return None
         frozen = self.model.trained.frozen("embedding.weight")
-        return EmbeddingSpec(*self._table, tied=self.tied == "copy", frozen=frozen)
+        tied, multiple = self.tied == "copy", self.model.vocab_multiple
+        return EmbeddingSpec(*self._table, tied=tied, frozen=frozen, multiple=multiple)
 
     @property
     def _table(self) -> tuple[int, int, bool, float]:
@@ -115,7 +116,7 @@ class StageSpec:
         if not self.last:
             return None
         frozen = self.model.trained.frozen("head.weight" if self.tied == "own" else "embedding.weight")
-        return HeadSpec(*self._table, tied=self.tied, frozen=frozen)
+        return HeadSpec(*self._table, tied=self.tied, frozen=frozen, multiple=self.model.vocab_multiple)
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -221,11 +222,13 @@ class ModelInventory:
         settings: resolved; ``vocab`` and ``max_positions`` are numbers.
         sequence: sequence parallel is in force.
         tensor: tensor degree.
+        vocab_multiple: a rank's rows of the vocabulary are padded to a multiple of this.
     """
 
     settings: ModelSettings
     sequence: bool = False
     tensor: int = 1
+    vocab_multiple: int = ROWS_MULTIPLE
 
     @property
     def rotary(self) -> bool:

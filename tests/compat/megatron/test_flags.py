@@ -1,8 +1,13 @@
 """Flags of a launch line that depend on each other: no effect is reported, contradictions are refused."""
 
+import argparse
+
 import pytest
 
+from hexad.compat.megatron.arguments import parse
+from hexad.compat.megatron.flags import FLAGS, Flag
 from hexad.compat.megatron.translate import translate
+from hexad.config import ConfigError
 
 from .test_translate import SMALL, problem, resolved, small
 
@@ -140,3 +145,29 @@ def test_flags_that_agree(more: str, level: int) -> None:
     assert small(*more.split())["parallel"]["zero"] == level
     same = ["--recompute-granularity", "selective", "--recompute-activations"]
     assert small(*same)["memory"]["recompute"] == "selective"
+
+
+@pytest.mark.parametrize("flag", [flag for flag in dict.fromkeys(FLAGS.values()) if flag.choices])
+def test_choices_in_other_spellings(flag: Flag) -> None:
+    """Of other cases, and with other signs between words."""
+    for choice in flag.choices if flag.effect != "refused" else ():
+        signs = choice.replace("_", "-"), choice.replace("-", "_")
+        for word in (choice, choice.lower(), choice.upper(), *signs):
+            value = getattr(parse([*SMALL, flag.name, word]).arguments, flag.attribute)
+            assert value in (choice, [choice])
+    with pytest.raises(ConfigError, match=f"{flag.name}: invalid choice: 'spam'"):
+        parse([*SMALL, flag.name, "spam"])
+
+
+def test_scripts_add_choices() -> None:
+    """As Pai-Megatron-Patch's do; the parser of other lines stays as it is."""
+
+    def extra(parser: argparse.ArgumentParser) -> None:
+        action = next(action for action in parser._actions if action.dest == "optimizer")
+        assert isinstance(action.choices, list)
+        action.choices.append("spam")
+
+    line = [*SMALL, "--optimizer", "spam"]
+    assert parse(line, extra=extra).arguments.optimizer == "spam"
+    with pytest.raises(ConfigError, match="--optimizer: invalid choice: 'spam'"):
+        parse(line)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hexad.compat import megatron
-from hexad.compat.megatron import parallel_state
+from hexad.compat.megatron import parallel_state, transformer
 from hexad.config import HexadError
 
 from ...layers import load_global
@@ -316,6 +316,9 @@ def _refusals() -> list[str]:
                 attempt()
             except HexadError as error:
                 messages.append(str(error))
+        megatron.GPTModel(final_layernorm=True, z_loss_strength=0.0)  # of forks: as the flags say
+        with pytest.raises(TypeError, match="unexpected argument 'final_layernorm'"):
+            megatron.GPTModel(final_layernorm=False)
     return messages
 
 
@@ -413,3 +416,44 @@ def _resumed(directory: str) -> tuple[list[float], list[float]]:
 def test_dropout_continues_after_resuming(pool: Pool, tmp_path: Path) -> None:
     ((uninterrupted, resumed),) = pool.run(1, _resumed, str(tmp_path))
     assert resumed == uninterrupted
+
+
+def _steps_of_get_model(more: str) -> list[float]:
+    """Losses of steps with an optimizer of torch, on the rank of the last stage."""
+    from hexad.compat.megatron import distributed, training
+
+    line = [*SIZES, *GROUPED, "--lr-decay-style", "constant", *more.split()]
+    with script(*line, world=dist.is_initialized() and dist.get_world_size() == 1, settings=SINGLE):
+        chunks = training.get_model(megatron.GPTModel, transformer.ModelType.encoder_or_decoder)
+        assert training.unwrap_model(chunks)[0] is chunks[0].module
+        assert training.get_model(megatron.GPTModel, wrap_with_ddp=False)[0].config.num_layers == 4
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        optimizer, losses = torch.optim.Adam(parameters, lr=1e-2), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            rows = batches(0)
+            reported = megatron.get_forward_backward_func()(
+                forward_step_func=_forward_of_chunk,
+                data_iterator=[iter(rows) for _ in chunks],
+                model=chunks,
+                num_microbatches=len(rows),
+                seq_length=S,
+                micro_batch_size=1,
+            )
+            distributed.finalize_model_grads(chunks)
+            optimizer.step()
+            losses += [sum(row["lm loss"] for row in reported) / len(reported)] if reported else []
+        return losses
+
+
+def _forward_of_chunk(rows: Iterator[torch.Tensor], chunk: Any) -> tuple[torch.Tensor, Any]:
+    batch, model = next(rows), chunk.module
+    output = chunk(batch[:, :-1], None, None, labels=batch[:, 1:] if model.post_process else None)
+    return output, lambda losses: (losses.mean(), {"lm loss": float(losses.mean().detach())})
+
+
+def test_models_of_the_flags_with_an_optimizer_of_torch(pool: Pool) -> None:
+    ((first, second),) = pool.run(1, _steps_of_get_model, "")
+    more = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    (none, losses) = pool.run(2, _steps_of_get_model, more)
+    assert none == [] and losses == pytest.approx([first, second], rel=1e-9) and second < first

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     options, here = parsed(arguments), environment()
     if here.joined:
         local = [] if options.no_local_rank else [f"--local_rank={here.local_rank}"]
-        run_script(install, [options.script, *local, *options.arguments], options.module)
+        run_script(install, [options.script, *local, *options.arguments], "deepspeed", options.module)
         return
     if options.include:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(options.include)

@@ -14,6 +14,8 @@ from typing import Any
 
 from hexad.config import HexadError, one_line
 
+from .absent import explained
+
 
 class _Found(Distribution):
     """The installed package that libraries look for before they import it."""
@@ -176,9 +178,12 @@ def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, st
     return parent, f"{path}.{last}"
 
 
-def run_script(install: Callable[[], None], command: Sequence[str], as_module: bool = False) -> None:
+def run_script(
+    install: Callable[[], None], command: Sequence[str], system: str, as_module: bool = False
+) -> None:
     """Run a script, or a module by name, as Python's command line does, after ``install()``; ``command`` has
-    its arguments too. What Hexad refuses ends it with one line, which says where in the script."""
+    its arguments too. What Hexad refuses, and what only the script's own version of the ``system`` has,
+    ends it with one line, which says where in the script."""
     install()
     sys.argv = list(command)
     try:
@@ -188,9 +193,12 @@ def run_script(install: Callable[[], None], command: Sequence[str], as_module: b
         else:
             sys.path.insert(0, str(Path(command[0]).resolve().parent))
             runpy.run_path(command[0], run_name="__main__")
-    except HexadError as error:
+    except (HexadError, AttributeError, ImportError, TypeError) as error:
+        problem = one_line(error) if isinstance(error, HexadError) else explained(error, system)
+        if problem is None:
+            raise
         place = _place(error.__traceback__)
-        print(f"hexad: error: {one_line(error)}{place}", file=sys.stderr, flush=True)
+        print(f"hexad: error: {problem}{place}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hexad.launching.environment import environment
+
 
 def _on_cpu(device: Any) -> Any:
     """The CPU in place of a GPU; any other device, or argument, as it is."""
@@ -68,6 +70,7 @@ def use_cpu_for_cuda() -> None:
     for name in _TYPES:
         setattr(torch.cuda, name, getattr(torch, name))
     torch.cuda.current_device = lambda: 0
+    torch.cuda.device_count = lambda: environment().local_world  # scripts start a rank for each
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     dist.init_process_group = _gloo(dist.init_process_group)

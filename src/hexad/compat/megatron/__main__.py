@@ -25,4 +25,4 @@ if __name__ == "__main__":
         given = words[0] if words else "no script"
         print(f"hexad: error: found {given}; expected a script and its flags", file=sys.stderr)
         sys.exit(2)
-    run_script(partial(install_both, *ignore), words)
+    run_script(partial(install_both, *ignore), words, "megatron")

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.config.schema import BatchSettings
 
+from ..facade.absent import MissingAttribute
 from .flags import FLAGS, GROUPS, Flag, alternatives
 from .forks import as_megatron
 
@@ -36,6 +37,22 @@ class Line:
     given: tuple[Flag, ...]
     written: frozenset[str]
     notes: tuple[str, ...]
+
+
+class Arguments(Namespace):
+    """What ``get_args()`` returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingAttribute(f"get_args(): found no argument {name!r}; {_ADD}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Files have argparse's class."""
+        return Namespace, (), dict(vars(self))
+
+
+_ADD = "no flag that Hexad knows sets it: remove it from the script, or let extra_args_provider add its flag"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +96,8 @@ def parse(
     line, unknown = _without([_spelled(word, known) for word in line], known, keep=True)
     if unknown and not ignore_unknown:
         raise _unknown(list(unknown), known, others)
-    arguments, strays = parser.parse_known_args(line)
+    parsed, strays = parser.parse_known_args(line)
+    arguments = Arguments(**vars(parsed))
     if strays and not ignore_unknown:
         raise ConfigError("hexad megatron", f"found the word {strays[0]!r} where a flag is expected")
     attributes, written = vars(arguments), frozenset(vars(arguments))
@@ -131,7 +149,17 @@ def _declare(section: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
     if flag.kind is bool:
         return section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
     rest |= {"nargs": "+"} if flag.several else {}
-    return section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
+    kind = partial(_choice, flag.choices) if flag.choices else flag.kind
+    return section.add_argument(*names, type=kind, choices=list(flag.choices) or None, **rest)
+
+
+def _choice(choices: Sequence[str], word: str) -> str:
+    """The choice that a word means: forks spell some in other cases, or with other signs between words."""
+
+    def plain(text: str) -> str:
+        return re.sub("[-_ ]", "", text).lower()
+
+    return next((choice for choice in choices if plain(choice) == plain(word)), word)
 
 
 def _differs(flag: Flag, value: Any) -> bool:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,24 +17,21 @@ from hexad.parallel.tensor.loss import IGNORED
 from hexad.topology.mesh import Mesh
 
 from .arguments import batch_settings
-from .initialize import get_args
+from .initialize import get_args, started
 from .installed import check_arguments
+from .masks import ltor_mask, masks_and_positions, positions_from
+from .samples import (  # noqa: F401
+    BlendedDataset,
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    Split,
+    build_datasets,
+)
 from .transformer import check_agrees
 
 Batch = dict[str, Tensor]
 """``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]``, perhaps ``attention_mask``."""
-
-
-class GPTDatasetConfig(SimpleNamespace):
-    """The settings of a data set under Megatron-LM's names."""
-
-
-class GPTDataset:
-    """Names the data of ``--data-path`` for :class:`BlendedMegatronDatasetBuilder`."""
-
-
-class MockGPTDataset(GPTDataset):
-    """Names the data of ``--mock-data``."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,14 @@ class FlagsData:
 
 
 class BlendedMegatronDatasetBuilder:
-    """Returns the data of the flags.
+    """Returns the data of the flags; without flags map-style data sets, in Megatron-Core's order.
 
     Args:
         cls: :class:`GPTDataset`, or :class:`MockGPTDataset` with ``--mock-data``.
         sizes: samples for training, validation and testing.
-        is_built_on_rank: accepted without effect: every rank reads what it needs.
-        config: which has to agree with the flags.
+        is_built_on_rank: whether this rank has them; with flags without effect: every rank reads what it
+            needs.
+        config: which with flags has to agree with these.
 
     Raises:
         HexadError: another class, or settings that are not those of the flags.
@@ -65,6 +63,11 @@ class BlendedMegatronDatasetBuilder:
     def __init__(
         self, cls: Any, sizes: Sequence[int | None], is_built_on_rank: Callable[[], bool], config: Any
     ) -> None:
+        self._sizes = sizes
+        self._build: Callable[[], list[Any]] = self._of_flags
+        if not started():
+            self._build = partial(build_datasets, cls, sizes, is_built_on_rank, config)
+            return
         args = get_args()
         wanted = MockGPTDataset if args.mock_data else GPTDataset
         if cls is not wanted:
@@ -80,10 +83,12 @@ class BlendedMegatronDatasetBuilder:
         if settings["blend_per_split"] is not None and not any(settings["blend_per_split"]):
             settings["blend_per_split"] = None  # earlier releases list those that are missing
         check_agrees("GPTDatasetConfig", settings, known)
-        self._sizes = sizes
 
-    def build(self) -> list[FlagsData]:
+    def build(self) -> list[Any]:
         """The data for training, validation and testing."""
+        return self._build()
+
+    def _of_flags(self) -> list[FlagsData]:
         return [FlagsData(size) for size in self._sizes]
 
 
@@ -152,28 +157,11 @@ def batch_of(microbatch: Microbatch) -> Batch:
         "tokens": tokens,
         "labels": microbatch.labels.masked_fill(~mask, 0),
         "loss_mask": mask.float(),
-        "position_ids": _positions(starts),
+        "position_ids": positions_from(starts),
     }
     if args.create_attention_mask_in_dataloader:
-        batch["attention_mask"] = _ltor_mask(starts, documents=microbatch.documents is not None)
+        batch["attention_mask"] = ltor_mask(starts, documents=microbatch.documents is not None)
     return batch
-
-
-def _positions(starts: Tensor) -> Tensor:
-    """Positions ``[b, s]`` that begin again where ``starts`` is true."""
-    places = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
-    return places - torch.where(starts, places, 0).cummax(1).values
-
-
-def _ltor_mask(starts: Tensor, documents: bool) -> Tensor:
-    """The causal mask ``[b or 1, 1, s, s]``, true where attention is masked; with ``documents`` also between
-    them, whose first tokens ``starts`` marks."""
-    length = starts.shape[1]
-    mask = torch.ones(length, length, dtype=torch.bool, device=starts.device).triu(1)[None, None]
-    if not documents:
-        return mask
-    numbers = starts.cumsum(1)
-    return mask | (numbers[:, None, :, None] != numbers[:, None, None, :])
 
 
 def get_ltor_masks_and_position_ids(
@@ -192,16 +180,10 @@ def get_ltor_masks_and_position_ids(
     check_arguments(
         "get_ltor_masks_and_position_ids", others, "skip_mask", "prefix_indices", loss_on_targets_only=False
     )
-    ends = torch.zeros_like(data, dtype=torch.bool) if eod_token is None else data == eod_token
-    starts = torch.zeros_like(ends)
-    starts[:, 1:] = ends[:, :-1]
-    loss_mask = torch.ones_like(data, dtype=torch.float32)
-    if eod_mask_loss:
-        loss_mask[ends] = 0.0
+    masks = masks_and_positions(data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss)
     if pad_mask_loss and pad_token is not None:
-        loss_mask[data == pad_token] = 0.0
-    position_ids = _positions(starts if reset_position_ids else torch.zeros_like(starts))
-    return _ltor_mask(starts, reset_attention_mask), loss_mask, position_ids
+        masks[1][data == pad_token] = 0.0
+    return masks
 
 
 class ScriptData:

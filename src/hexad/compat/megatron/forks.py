@@ -21,9 +21,6 @@ def as_megatron(arguments: Namespace) -> None:
     if arguments.spec is not None and not arguments.spec[0].endswith(_SPEC):
         problem = f"found {' '.join(arguments.spec)}, but there are GPT-2's and Llama's layers only"
         raise ConfigError("--spec", f"{problem}; leave it out")
-    arguments.normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(
-        arguments.normalization, arguments.normalization
-    )
     if arguments.glu_activation:
         if arguments.ffn_hidden_size is None:  # that of both halves, as without it
             arguments.ffn_hidden_size = 4 * arguments.hidden_size

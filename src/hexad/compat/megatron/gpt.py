@@ -19,11 +19,13 @@ from hexad.planning import Resolved, resolve
 
 from . import parallel_state
 from .arguments import naming_flags
+from .core_model import resolved_core_model
+from .dist_checkpointing import ShardedTensor, sharded_state_dict
 from .enums import AttnMaskType
-from .initialize import get_args, get_config
+from .initialize import get_args, get_config, started
 from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
-from .transformer import check_agrees, check_config, check_spec
+from .transformer import check_agrees, check_config, check_spec, core_transformer_config_from_args
 
 
 def resolved_model() -> Resolved:
@@ -52,13 +54,53 @@ def check_tied(one_rank: bool, zero: int) -> None:
         )
 
 
+def _resolved(config: Any, spec: Any, given: dict[str, Any]) -> Resolved:
+    """The model of the flags, with which the arguments agree; without flags the one that they describe."""
+    if not started():
+        return resolved_core_model(config, spec, given)
+    if config is not None:
+        check_config(config)
+    check_agrees("GPTModel", given, _of_flags())
+    return resolved_model()
+
+
+def _stage_number(
+    resolved: Resolved, vp_stage: int | None, pre_process: bool | None, post_process: bool | None
+) -> int:
+    """The number of this rank's current stage.
+
+    Raises:
+        HexadError: a script says that it has the embedding or the head, or has not, against the layout.
+    """
+    schedule = resolved.plan.schedule
+    own = schedule.stages_of(parallel_state.get_mesh().pipeline.rank)
+    current = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
+    number = own[current or 0]
+    wanted = (number == 0, number == schedule.stages - 1)
+    found = (
+        wanted[0] if pre_process is None else pre_process,
+        wanted[1] if post_process is None else post_process,
+    )
+    if found != wanted:
+        raise HexadError(
+            f"GPTModel: found pre_process {found[0]} and post_process {found[1]} on stage {number} of "
+            f"{schedule.stages}; expected {wanted[0]} and {wanted[1]}"
+        )
+    return number
+
+
+def _without_flags(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are not the values of a fork's flags, which have been checked on the line."""
+    known = vars(get_args()) if started() else {}
+    return {name: value for name, value in arguments.items() if name not in known or value != known[name]}
+
+
 def _of_flags() -> dict[str, Any]:
     """The arguments of :class:`GPTModel` that the flags decide."""
     args = get_args()
     return {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
-        "fp16_lm_cross_entropy": False,
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
         "rotary_percent": args.rotary_percent,
@@ -69,26 +111,30 @@ def _of_flags() -> dict[str, Any]:
 
 
 class GPTModel(Transformer):
-    """The model of ``get_args()``, or this rank's current pipeline stage of it.
+    """The model of ``get_args()``, or without flags that of a ``TransformerConfig``; in a pipeline this
+    rank's current stage of it.
 
     Initial values are Hexad's: the same in every layout.
 
     Args:
-        config, transformer_layer_spec: of Megatron-LM; the model is that of the flags, with which they agree.
+        config, transformer_layer_spec: of Megatron-LM; with flags they agree with these.
         vocab_size, max_sequence_length, share_embeddings_and_output_weights, position_embedding_type,
-            rotary_percent, rotary_base, rope_scaling, rope_scaling_factor: those of the flags.
+            rotary_percent, rotary_base, rope_scaling, rope_scaling_factor: with flags those of the flags.
         pre_process: this stage has the embedding; None: as the layout has it.
         post_process: this stage has the output head; None: as the layout has it.
         fp16_lm_cross_entropy: False.
         parallel_output: return this rank's columns of the logits; otherwise all.
+        vp_stage: which of this rank's stages; None: the current one of ``parallel_state``.
         others: Megatron-LM's, with their defaults or without effect.
 
     Attributes:
+        config: as given, or of the flags.
+        settings: Hexad's.
         passes: training passes so far, which dropout is keyed by.
         returns_expert_losses: return an empty list of experts' losses too, as Megatron-DeepSpeed does.
 
     Raises:
-        HexadError: before ``initialize_megatron``, or stages that are not those of the layout.
+        HexadError: without flags settings that Hexad lacks, or stages that are not those of the layout.
         ConfigError: flags that do not fit each other.
     """
 
@@ -108,18 +154,16 @@ class GPTModel(Transformer):
         rotary_base: int | None = None,
         rope_scaling: bool | None = None,
         rope_scaling_factor: float | None = None,
+        vp_stage: int | None = None,
         **others: Any,
     ) -> None:
-        ignored, absent = "pg_collection vp_stage", "logit_dtype mtp_block_spec seq_len_interpolation_factor"
+        ignored, absent = "pg_collection", "logit_dtype mtp_block_spec seq_len_interpolation_factor"
         only = {"num_tokentypes": 0, "scatter_embedding_sequence_parallel": True}
-        check_arguments("GPTModel", others, ignored, absent, **only)
+        check_arguments("GPTModel", _without_flags(others), ignored, absent, **only)
         check_spec(transformer_layer_spec)
-        if config is not None:
-            check_config(config)
         given = {
             "vocab_size": vocab_size,
             "max_sequence_length": max_sequence_length,
-            "fp16_lm_cross_entropy": fp16_lm_cross_entropy,
             "share_embeddings_and_output_weights": share_embeddings_and_output_weights,
             "position_embedding_type": position_embedding_type,
             "rotary_percent": rotary_percent,
@@ -127,33 +171,29 @@ class GPTModel(Transformer):
             "rope_scaling": rope_scaling,
             "rope_scaling_factor": rope_scaling_factor,
         }
-        check_agrees("GPTModel", given, _of_flags())
-        resolved, mesh = resolved_model(), parallel_state.get_mesh()
-        settings, plan = resolved.config, resolved.plan
+        if fp16_lm_cross_entropy:
+            raise HexadError("GPTModel: found fp16_lm_cross_entropy; it is not supported: leave it out")
+        resolved = _resolved(config, transformer_layer_spec, given)
+        mesh, settings, plan = parallel_state.get_mesh(), resolved.config, resolved.plan
         if mesh.context.size > 1:
             raise HexadError(
                 "GPTModel: context parallel is for 'hexad megatron': use --context-parallel-size 1"
             )
         placement = plan.schedule.placement
-        own = plan.schedule.stages_of(mesh.pipeline.rank)
-        number = own[parallel_state.get_virtual_pipeline_model_parallel_rank() or 0]
-        wanted = (number == 0, number == len(placement) - 1)
-        pre_process = wanted[0] if pre_process is None else pre_process
-        post_process = wanted[1] if post_process is None else post_process
-        if (pre_process, post_process) != wanted:
-            raise HexadError(
-                f"GPTModel: found pre_process {pre_process} and post_process {post_process} on stage "
-                f"{number} of {len(placement)}; expected {wanted[0]} and {wanted[1]}"
-            )
+        number = _stage_number(resolved, vp_stage, pre_process, post_process)
         if settings.model.tied_embeddings:
             check_tied(len(placement) > 1 and placement[0] == placement[-1], settings.parallel.zero)
         shard = make_shard(settings.parallel, mesh, DTYPES[settings.precision.dtype])
-        whole = ModelInventory(settings.model, shard.sequence, shard.tensor.size)
+        whole = ModelInventory(settings.model, shard.sequence, shard.tensor.size, vocab_multiple=1)
         stage = whole.stages(plan.layers, placement, mesh.pipeline.rank)[number]
         super().__init__(stage, shard, Recompute.from_settings(settings.memory))
+        self.config = core_transformer_config_from_args(get_args()) if config is None else config
+        self.settings, self.vocab_size = settings, int(settings.model.vocab)
+        self.share_embeddings_and_output_weights = bool(settings.model.tied_embeddings)
         self._head_is_a_layer()
         initialise(declared_parameters(self), settings.run.seed)
-        self.parallel_output, self.pre_process, self.post_process = parallel_output, pre_process, post_process
+        self.pre_process, self.post_process = number == 0, number == len(placement) - 1
+        self.parallel_output = parallel_output
         self.passes, self.seed = 0, settings.run.seed
         self._isolated, self._data_rank = settings.data.documents == "isolate", mesh.data.rank
         self._checked = False
@@ -169,6 +209,20 @@ class GPTModel(Transformer):
                 replace(weight, outside_layers=bool(declaration.tied)) for weight in declaration.weights
             )
             self.head.declarations["weight"] = replace(declaration, weights=weights)
+
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, ShardedTensor]:
+        """This stage's parameters for ``dist_checkpointing``, by their names in ``state_dict`` after a
+        prefix."""
+        return sharded_state_dict(self, prefix, self.settings)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """This rank's ``state_dict``."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight of the embedding on the first stage, of the head on the last one; None on others."""
+        held = self.embedding if self.embedding is not None else self.head
+        return None if held is None else held.weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """The previous stage's result, ``[tokens (/ size), hidden]``, or a list of that; None on the first

@@ -1,5 +1,6 @@
 """Megatron-LM's start of a script: arguments, process groups, random seeds, tokenizer."""
 
+import json
 import random
 import sys
 from argparse import Namespace
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import lcm
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hexad.comm import agreed, identical
-from hexad.config import Config, HexadError, blaming
+from hexad.config import Config, HexadError, blaming, one_line
 from hexad.dataset.text import tokenizer as own
 from hexad.launching.environment import Environment, environment
 from hexad.model.configuration import load_config
@@ -59,6 +61,61 @@ class MegatronTokenizer:
         """The text of some ids."""
         return self.backend.decode(token_ids)
 
+    @property
+    def unique_identifiers(self) -> dict[str, str]:
+        """What tells it from other tokenizers."""
+        return {"class": type(self.backend).__qualname__, "vocab_size": str(self.vocab_size)}
+
+    @staticmethod
+    def from_pretrained(
+        tokenizer_path: str | None = None,
+        metadata_path: str | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> "MegatronTokenizer":
+        """The tokenizer of a library, as Megatron-Core's class of this name returns it.
+
+        Args:
+            tokenizer_path: its directory or file.
+            metadata_path: a dictionary with ``library``, or a file with it; by default
+                ``tokenizer_metadata.json`` beside the tokenizer.
+            options: ``vocab_size`` of a tokenizer of numbers; others have no effect.
+
+        Raises:
+            HexadError: no file, or another library.
+        """
+        library = _library(tokenizer_path, metadata_path)
+        size = options.get("vocab_size")
+        if library in _NUMBERS:
+            if not isinstance(size, int) or size < 1:
+                raise HexadError(f"MegatronTokenizer: found vocab_size {size} with {library}; pass a number")
+            return null_tokenizer(size + (library == "null"))
+        if library not in _LIBRARIES:
+            known = ", ".join((*_LIBRARIES, *_NUMBERS))
+            raise HexadError(f"MegatronTokenizer: found the library {library!r}; use one of {known}")
+        with blaming("tokenizer_path"):
+            backend = own.load_tokenizer("byte" if library == "byte-level" else str(tokenizer_path))
+        return MegatronTokenizer(backend, backend.vocab_size)
+
+
+_NUMBERS = ("null-text", "null")
+"""Names of the tokenizer of numbers: since core_v0.18 ``vocab_size`` includes the end of a document."""
+_LIBRARIES = ("huggingface", "sentencepiece", "tiktoken", "megatron", "byte-level")
+
+
+def _library(path: str | None, metadata: str | Mapping[str, Any] | None) -> Any:
+    """The name of a tokenizer's library."""
+    if isinstance(metadata, Mapping):
+        return metadata.get("library")
+    place = Path(path or ".")
+    file = Path(metadata) if metadata else (place.parent if place.is_file() else place) / _METADATA
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("library")
+    except (OSError, ValueError, AttributeError) as error:
+        raise HexadError(f"MegatronTokenizer: {file}: {one_line(error)}; pass metadata_path") from None
+
+
+_METADATA = "tokenizer_metadata.json"
+
 
 class _Null(own.ByteTokenizer):
     """Megatron-LM's NullTokenizer: numbers, separated by spaces; the last id is the end of a document."""
@@ -71,6 +128,16 @@ class _Null(own.ByteTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))
+
+
+def null_tokenizer(vocab_size: int) -> MegatronTokenizer:
+    """The tokenizer of numbers below ``vocab_size``, of which the last ends a document."""
+    return MegatronTokenizer(_Null(vocab_size), vocab_size)
+
+
+def _NullTokenizer(vocab_size: int) -> MegatronTokenizer:  # Megatron-LM's name
+    """The tokenizer of numbers below ``vocab_size``, and of the end of a document after these."""
+    return null_tokenizer(int(vocab_size) + 1)
 
 
 def _tokenizer_of(translation: LineTranslation, arguments: Namespace) -> MegatronTokenizer | None:
@@ -240,7 +307,7 @@ def initialize_megatron(
     if not skip_mpu_initialization:
         _start(arguments, common)
         with naming_flags():
-            _divide_heads(load_config(translation.tree, settings))
+            divide_heads(load_config(translation.tree, settings))
 
     def prepare() -> MegatronTokenizer | None:
         translation.write_files("data")
@@ -250,6 +317,10 @@ def initialize_megatron(
     tokenizer = prepare() if skip_mpu_initialization else agreed(prepare, parallel_state.get_mesh().world)
     _started = _Started(arguments, translation, tokenizer, settings)
     _parsed = None
+
+
+def set_jit_fusion_options() -> None:
+    """No-op: kernels are Hexad's."""
 
 
 def destroy_megatron() -> None:
@@ -295,12 +366,17 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _divide_heads(config: Config) -> None:
+def divide_heads(config: Config) -> None:
     """Use a mesh with the groups of tensor ranks that hold the same key/value head, if any do."""
     mesh = parallel_state.get_mesh()
     factored = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
     if factored is not mesh:
         parallel_state.use_mesh(factored, parallel_state.get_virtual_pipeline_model_parallel_world_size())
+
+
+def started() -> bool:
+    """Whether there are arguments: whether the script has flags."""
+    return _started is not None
 
 
 def _current() -> _Started:

@@ -6,10 +6,17 @@ from typing import Any
 
 from hexad.config import HexadError, did_you_mean
 
+from ..facade.absent import refused_argument
 from ..facade.names import read_names
 
 _MODULES = {
-    "datasets": "data.gpt_dataset core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
+    "dist_checkpointing": "core.dist_checkpointing core.dist_checkpointing.mapping "
+    "core.dist_checkpointing.serialization",
+    "core_optimizer": "core.optimizer_param_scheduler",
+    "distributed": "core.distributed core.distributed.distributed_data_parallel "
+    "core.distributed.finalize_model_grads",
+    "datasets": "data.gpt_dataset core.datasets.blended_dataset "
+    "core.datasets.blended_megatron_dataset_builder core.datasets.gpt_dataset "
     "core.datasets.utils",
     "enums": "core.enums core.transformer.enums enums model.enums",
     "gpt": "core.models.gpt core.models.gpt.gpt_model legacy.model model model.gpt_model",
@@ -21,8 +28,7 @@ _MODULES = {
     "parallel_state": "core.mpu core.parallel_state mpu mpu.initialize",
     "schedules": "core.num_microbatches_calculator core.pipeline_parallel core.pipeline_parallel.schedules "
     "microbatches schedules",
-    "settings": "core.distributed core.model_parallel_config core.optimizer core.transformer.module "
-    "model.module",
+    "settings": "core.model_parallel_config core.optimizer core.transformer.module model.module",
     "tensor_parallel": "core.tensor_parallel core.tensor_parallel.data core.tensor_parallel.random "
     "core.tensor_parallel.utils mpu.data mpu.random mpu.utils",
     "training": "arguments core.rerun_state_machine core.timers core.utils global_vars timers training "
@@ -35,13 +41,31 @@ WHERE = dict(sorted((name, module) for module, names in _MODULES.items() for nam
 
 NAMES = {
     "core.ModelParallelConfig": "settings",
+    "core.DistributedDataParallel": "distributed",
+    "core.datasets.megatron_tokenizer.MegatronTokenizer": "initialize",
     "core.dist_checkpointing.validation.StrictHandling": "settings",
+    "core.distributed.distributed_data_parallel_config.DistributedDataParallelConfig": "settings",
     "core.inference.common_inference_params.CommonInferenceParams": "settings",
     "model.ModelType": "transformer",
     "core.models.gpt.heterogeneous.heterogeneous_layer_specs.get_gpt_heterogeneous_layer_spec": "transformer",
+    **dict.fromkeys(
+        (
+            "core.dist_checkpointing.strategies.fully_parallel.FullyParallelLoadStrategyWrapper",
+            "core.dist_checkpointing.strategies.fully_parallel.FullyParallelSaveStrategyWrapper",
+        ),
+        "dist_checkpointing",
+    ),
+    "core.transformer.module.Float16Module": "distributed",
+    "model.module.Float16Module": "distributed",
+    "core.optimizer.MegatronOptimizer": "core_optimizer",
+    "core.optimizer.get_megatron_optimizer": "core_optimizer",
+    "core.optimizer.optimizer.MegatronOptimizer": "core_optimizer",
+    "core.tokenizers.MegatronTokenizer": "initialize",
+    "core.tokenizers.megatron_tokenizer.MegatronTokenizer": "initialize",
     "core.tokenizers.text.utils.build_tokenizer.build_tokenizer": "initialize",
     "core.tokenizers.utils.build_tokenizer.build_tokenizer": "initialize",
     "training.tokenizer.build_tokenizer": "initialize",
+    "training.tokenizer.tokenizer._NullTokenizer": "initialize",
     "training.argument_utils.core_transformer_config_from_args": "transformer",
     "training.argument_utils.gpt_config_from_args": "training",
     "training.argument_utils.pretrain_cfg_container_from_args": "training",
@@ -200,13 +224,13 @@ def check_arguments(
         defaults: by name, the only value of further ones that is supported beside None.
 
     Raises:
-        TypeError: an unknown argument.
+        UnknownArgument: an unknown argument.
         HexadError: another value.
     """
     defaults |= dict.fromkeys(absent.split())
     for name, value in given.items():
         if name not in (known := {*defaults, *ignored.split()}):
-            raise TypeError(f"{function}: unexpected argument {name!r}{did_you_mean(name, known)}")
+            raise refused_argument(function, name, did_you_mean(name, known))
         if value is not None and name in defaults and value != defaults[name]:
             shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
             raise HexadError(f"{function}: found {name} {shown}; it is not supported: leave it out")

@@ -201,6 +201,11 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
     raise HexadError("group: found a process group that parallel_state has not returned; pass one of these")
 
 
+def embedding_axis() -> Axis:
+    """The pipeline ranks with the first and the last stage, which share tied embeddings."""
+    return _state().axes["embedding"]
+
+
 # Facts of axes
 
 _AXES_OF = {
@@ -389,6 +394,11 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def _is_virtual_stage(given: int | None, wanted: int) -> bool:
     state = _state()
     return state.virtual is None or (state.virtual_rank if given is None else given) == wanted
+
+
+def get_seq_split_idx() -> int:
+    """0: sequences are not split for the pipeline (zero-bubble pipeline parallelism's name)."""
+    return 0
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

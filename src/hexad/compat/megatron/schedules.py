@@ -1,7 +1,6 @@
 """Megatron-LM's ``get_forward_backward_func`` over Hexad's executor: any schedule."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,14 @@ from hexad.parallel.pipeline.schedule import Schedule
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
+from .chunks import Chunks, ForwardStep, Step, compute_of
 from .datasets import iterators_of
+from .distributed import DistributedDataParallel
+from .enums import ModelType
 from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
 from .installed import check_arguments
-
-LossFunction = Callable[[Tensor], tuple[Any, ...]]
-ForwardStep = Callable[[Any, Any], tuple[Tensor, LossFunction]]
-
-
-@dataclass
-class _Step:
-    """The script's functions and data of one call."""
-
-    forward: ForwardStep
-    iterators: dict[int, Any]  # by stage
-    reported: list[Any] = field(default_factory=list)  # by the loss function, per microbatch
-    sums: list[tuple[Tensor, Tensor | float]] = field(default_factory=list)  # of losses, and of what counts
+from .settings import DistributedDataParallelConfig
 
 
 def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., Engine] = GPTEngine) -> Engine:
@@ -71,6 +61,52 @@ def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., En
     )
 
 
+def get_model(
+    model_provider_func: Callable[..., nn.Module],
+    model_type: Any = None,
+    wrap_with_ddp: bool = True,
+    **others: Any,
+) -> list[nn.Module]:
+    """This rank's stages of the model of the flags, for a script with an optimizer of its own.
+
+    Args:
+        model_provider_func: see :func:`setup_model`.
+        model_type: ``encoder_or_decoder``.
+        wrap_with_ddp: wrap each in :class:`DistributedDataParallel`.
+        others: Megatron-LM's, with their defaults.
+
+    Raises:
+        HexadError: a schedule whose stages are placed in another way than by 1F1B.
+        ConfigError: flags that do not fit each other.
+    """
+    check_arguments("get_model", others, "", "config pg_collection")
+    if model_type not in (None, ModelType.encoder_or_decoder):
+        raise HexadError(f"get_model: found model type {model_type}; use ModelType.encoder_or_decoder")
+    resolved, mesh = resolved_model(), parallel_state.get_mesh()
+    schedule, args = resolved.plan.schedule, get_args()
+    if any(rank != number % mesh.pipeline.size for number, rank in enumerate(schedule.placement)):
+        name = resolved.config.parallel.schedule
+        raise HexadError(
+            f"get_model: found parallel.schedule {name}; use 1f1b or interleaved, or setup_model"
+        )
+    last = schedule.stages - 1
+    stages = build_stages(
+        schedule,
+        mesh,
+        lambda number: model_provider_func(pre_process=number == 0, post_process=number == last),
+    )
+    if not wrap_with_ddp:
+        return list(stages.values())
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        overlap_grad_reduce=args.overlap_grad_reduce,
+        bucket_size=args.ddp_bucket_size,
+    )
+    return [
+        DistributedDataParallel(getattr(stage, "config", None), settings, stage) for stage in stages.values()
+    ]
+
+
 def empty_hidden(config: Config, mesh: Mesh) -> Tensor:
     """An empty tensor like the hidden states that cross a stage boundary."""
     tokens = config.batch.micro * config.data.sequence
@@ -98,34 +134,6 @@ def build_stages(
     return stages
 
 
-def compute_of(stages: Mapping[int, nn.Module], last: int) -> Callable[..., Tensor]:
-    """What an engine computes of a rank's stages, by a script's functions; the ``last`` has the loss."""
-    return partial(_compute, {stage: number for number, stage in stages.items()}, last)
-
-
-def _compute(
-    numbers: dict[nn.Module, int],
-    last: int,
-    stage: nn.Module,
-    step: _Step,
-    inputs: Tensor | None,
-    _: float | None,
-) -> Tensor:
-    """A stage's pass of one microbatch."""
-    set_input_tensor: Callable[[Tensor | None], None] = stage.set_input_tensor  # type: ignore[assignment]
-    set_input_tensor(inputs)
-    number = numbers[stage]
-    output, loss_function = step.forward(step.iterators.get(number), stage)
-    if number != last:
-        return output
-    loss, *counted, reported = loss_function(output)
-    step.reported.append(reported)
-    step.sums.append((loss.detach(), counted[0] if counted else 1.0))
-    # As Megatron-Core: a microbatch where nothing counts has the loss 0.
-    result: Tensor = loss / torch.as_tensor(counted[0]).clamp(min=1) if counted else loss
-    return result
-
-
 class ScriptEngine(GPTEngine):
     """An engine whose complete steps are a script's ``forward_step``, as a run trains with it.
 
@@ -141,8 +149,8 @@ class ScriptEngine(GPTEngine):
         self._forward_step = forward_step
         self.reported: list[Any] = []
 
-    def _script(self, batches: Sequence[Any]) -> _Step:
-        return _Step(self._forward_step, iterators_of(batches, list(self.stages)))
+    def _script(self, batches: Sequence[Any]) -> Step:
+        return Step(self._forward_step, iterators_of(batches, list(self.stages)))
 
     def start_step(
         self, microbatches: Sequence[Any], record: bool = False, divisor: int | None = None
@@ -198,7 +206,7 @@ def forward_backward(
     *,
     forward_step_func: ForwardStep,
     data_iterator: Iterator[Any] | list[Iterator[Any]],
-    model: Engine,
+    model: Any,
     num_microbatches: int,
     seq_length: int | None = None,
     micro_batch_size: int | None = None,
@@ -207,17 +215,18 @@ def forward_backward(
 ) -> list[Any]:
     """Forward and backward passes of one step.
 
-    As in Megatron-LM, losses are averaged over microbatches and data ranks, and loss functions return
-    ``(loss, reported)``, or ``(sum, count, reported)``, whose quotient is the loss. ``model.reduce()`` and
-    ``model.update(lr)`` follow.
+    As in Megatron-LM, losses are averaged over microbatches, and loss functions return ``(loss, reported)``,
+    or ``(sum, count, reported)``, whose quotient is the loss. With an engine they are averaged over data
+    ranks too, and ``model.reduce()`` and ``model.update(lr)`` follow; with modules, ``finalize_model_grads``.
 
     Args:
         forward_step_func: ``forward_step(data_iterator, model)`` returns the output, and the loss function of
             the last stage's.
         data_iterator: of this rank's microbatches; a list of one per stage of this rank where it has several.
-        model: from :func:`setup_model`.
+        model: from :func:`setup_model`; or a module, in a pipeline this rank's stage, or a list of these.
         num_microbatches: of this data rank.
-        seq_length, micro_batch_size: those of the flags.
+        seq_length, micro_batch_size: with an engine those of the flags; in a pipeline of modules they say
+            what stages send.
         forward_only: evaluate.
         others: Megatron-LM's, with their defaults or without effect.
 
@@ -231,20 +240,17 @@ def forward_backward(
     check_arguments(
         "forward_backward", others, ignored, "adjust_tensor_shapes_fn", collect_non_loss_data=False
     )
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if not isinstance(model, Engine):
-        kind = "None" if model is None else f"a {type(model).__name__}"
-        raise HexadError(f"model: found {kind}; pass what setup_model returns")
+        chunks = Chunks.of(model)
+        step = _step_of(forward_step_func, iterators, sorted(chunks.stages))
+        chunks.run(step, num_microbatches, (seq_length, micro_batch_size), forward_only)
+        return step.reported
     arguments = get_args()
     for name, given in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
         if given not in (None, getattr(arguments, name)):
             raise HexadError(f"{name}: found {given}, expected that of the flags, {getattr(arguments, name)}")
-    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-    if len(iterators) != len(model.stages):
-        raise HexadError(
-            f"data_iterator: found {len(iterators)} for {len(model.stages)} stages of this rank; pass a list "
-            "of one for each"
-        )
-    step = _Step(forward_step_func, dict(zip(sorted(model.stages), iterators)))
+    step = _step_of(forward_step_func, iterators, sorted(model.stages))
     if forward_only:
         model.total_loss([step] * num_microbatches)
     else:
@@ -252,6 +258,20 @@ def forward_backward(
         data = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         model.accumulate([step] * num_microbatches, 1.0 / (num_microbatches * data))
     return step.reported
+
+
+def _step_of(function: ForwardStep, iterators: Sequence[Any], stages: Sequence[int]) -> Step:
+    """A call's functions and data.
+
+    Raises:
+        HexadError: another number of iterators than of stages.
+    """
+    if len(iterators) != len(stages):
+        raise HexadError(
+            f"data_iterator: found {len(iterators)} for {len(stages)} stages of this rank; pass a list of "
+            "one for each"
+        )
+    return Step(function, dict(zip(stages, iterators)))
 
 
 def get_num_microbatches() -> int:

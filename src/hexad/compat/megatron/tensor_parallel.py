@@ -99,8 +99,17 @@ def get_cuda_rng_tracker(*_: Any, **__: Any) -> RngTracker:
     return _tracker
 
 
+_seeds: list[int] = []
+
+
+def model_seed() -> int | None:
+    """The seed of the last :func:`model_parallel_cuda_manual_seed`; None before it."""
+    return _seeds[0] if _seeds else None
+
+
 def model_parallel_cuda_manual_seed(seed: int, *_: Any, **__: Any) -> None:
     """Seed the generators: the default one and the data ranks' as ``seed``, the tensor ranks' apart."""
+    _seeds[:] = [seed]
     _tracker.reset()
     _device().manual_seed(seed)
     _tracker.add(DATA_PARALLEL, seed)

@@ -24,6 +24,7 @@ from hexad.training.rundir import open_run_directory
 
 from . import parallel_state
 from .arguments import ExtraArguments
+from .chunks import ForwardStep
 from .datasets import (  # noqa: F401
     FlagsData,
     ScriptData,
@@ -32,6 +33,7 @@ from .datasets import (  # noqa: F401
     get_ltor_masks_and_position_ids,
     text_of,
 )
+from .distributed import unwrapped
 from .gpt import GPTModel, GPTModelPipe, resolved_model
 from .initialize import (  # noqa: F401
     get_args,
@@ -43,7 +45,7 @@ from .initialize import (  # noqa: F401
     validate_args,
 )
 from .installed import check_arguments
-from .schedules import ForwardStep, ScriptEngine, get_num_microbatches, setup_model  # noqa: F401
+from .schedules import ScriptEngine, get_model, get_num_microbatches, setup_model  # noqa: F401
 from .tensor_parallel import send_batch
 from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 
@@ -143,7 +145,8 @@ def train_script(
         HexadError: anything the user can fix; the same on every rank.
     """
     if model_type is not ModelType.encoder_or_decoder:
-        raise HexadError(f"pretrain: found model type {model_type}; use ModelType.encoder_or_decoder")
+        kind = getattr(model_type, "__name__", model_type)
+        raise HexadError(f"pretrain: found model type {kind}; use ModelType.encoder_or_decoder")
     if process_non_loss_data_func is not None:
         raise HexadError("pretrain: found functions for other data than losses; leave them out")
     ignored = "get_embedding_ranks get_position_embedding_ranks inprocess_call_wrapper store"
@@ -270,13 +273,25 @@ def print_rank_last(message: Any) -> None:
 
 
 def unwrap_model(model: Any, module_instances: Any = None) -> Any:
-    """The model: nothing wraps it."""
-    return model
+    """The module in its wrappers; of a list each."""
+    return unwrapped(model)
 
 
 def get_attr_wrapped_model(model: Any, attr: str, **_: Any) -> Any:
-    """An attribute of the model; None if it has none."""
-    return getattr(model, attr, None)
+    """An attribute of the model, unwrapped; None if it has none."""
+    return getattr(unwrapped(model), attr, None)
+
+
+def get_model_config(model: Any) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        HexadError: it has none.
+    """
+    config = getattr(unwrapped(model), "config", None)
+    if config is None:
+        raise HexadError(f"get_model_config: found a {type(model).__name__} without config; give it one")
+    return config
 
 
 def set_startup_timestamps(**_: Any) -> None:

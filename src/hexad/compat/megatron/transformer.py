@@ -2,12 +2,14 @@
 model is the one that the flags describe, and what a script passes has to agree with it."""
 
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from hexad.config import HexadError
 
+from ..facade.absent import MissingAttribute
 from .earlier import SETTINGS
 from .enums import (  # noqa: F401
     AttnBackend,
@@ -21,14 +23,28 @@ from .initialize import get_args
 
 
 class TransformerConfig(SimpleNamespace):
-    """Any settings of a transformer under Megatron-LM's names, which have to agree with the flags; those that
-    are not given have Megatron-Core's defaults."""
+    """Any settings of a transformer under Megatron-LM's names. They have to agree with the flags; without
+    flags the model is theirs. Those that are not given have Megatron-Core's defaults."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in _COMPUTED and self.hidden_size and self.num_attention_heads:
+            return _COMPUTED[name](self)
         if name in SETTINGS:
             return SETTINGS[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise MissingAttribute(
+            f"{type(self).__name__!r} object has no attribute {name!r}: Megatron-Core has no such setting; "
+            "remove it from the script, or give it to the configuration"
+        )
 
+
+_COMPUTED: dict[str, Callable[[Any], Any]] = {
+    "ffn_hidden_size": lambda config: 4 * config.hidden_size,
+    "kv_channels": lambda config: config.hidden_size // config.num_attention_heads,
+    "num_query_groups": lambda config: config.num_attention_heads,
+}
+"""Settings that follow from others, unless they are given."""
 
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """Setting of a ``TransformerConfig`` -> attribute of ``get_args()``, where they differ."""
@@ -110,7 +126,18 @@ class ModuleSpec:
     submodules: Any = None
 
 
-_OF_FLAGS = ModuleSpec("the layer of the flags")
+@dataclass(eq=False)
+class LayerSpec(ModuleSpec):
+    """The layers of the flags; without flags, those of a ``TransformerConfig`` with these options.
+
+    Attributes:
+        options: ``num_experts`` and ``qk_layernorm``.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+_OF_FLAGS = LayerSpec("the layer of the flags")
 
 
 def layer_spec(*_: Any, **__: Any) -> ModuleSpec:
@@ -118,8 +145,19 @@ def layer_spec(*_: Any, **__: Any) -> ModuleSpec:
     return _OF_FLAGS
 
 
-get_gpt_layer_local_spec = layer_spec
-get_gpt_layer_with_transformer_engine_spec = layer_spec
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    *_: Any,
+    **__: Any,
+) -> ModuleSpec:
+    """The specification of layers; other arguments, options of kernels, have no effect. With flags these
+    decide."""
+    return LayerSpec(_OF_FLAGS.module, options={"num_experts": num_experts, "qk_layernorm": qk_layernorm})
+
+
+get_gpt_layer_with_transformer_engine_spec = get_gpt_layer_local_spec
 get_gpt_decoder_block_spec = layer_spec
 get_gpt_layer_with_inference_spec = layer_spec
 get_gpt_heterogeneous_layer_spec = layer_spec
@@ -149,7 +187,7 @@ def check_spec(spec: Any) -> None:
     Raises:
         HexadError: for any other specification.
     """
-    if spec is not None and spec is not _OF_FLAGS:
+    if spec is not None and not isinstance(spec, LayerSpec):
         raise HexadError(
             f"transformer_layer_spec: found a {type(spec).__name__} of other modules; pass what "
             "get_gpt_layer_local_spec() returns: layers are those of the flags"

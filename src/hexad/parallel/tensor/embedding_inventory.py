@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from ..exact_inventory import NORMALISER, function_bytes, product_bytes
 from ..inventory import Execution, Parameter, Product, Weight
 
-_ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
+ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
 _FEWEST_ROWS = {2: 1024, 4: 256, 8: 256}  # of a slice of the loss: fewer make its products inefficient
 
 TIE = "embedding"
@@ -41,6 +41,7 @@ class EmbeddingSpec:
         std: standard deviation of the initial values.
         tied: another pipeline rank's head holds a copy of the weight.
         frozen: it is not trained.
+        multiple: a rank's rows are padded to a multiple of this.
     """
 
     vocab: int
@@ -49,6 +50,7 @@ class EmbeddingSpec:
     std: float
     tied: bool = False
     frozen: bool = False
+    multiple: int = ROWS_MULTIPLE
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -72,6 +74,7 @@ class HeadSpec:
         tied: ``own``: a weight of its own; ``here``: the embedding's, on this rank; ``copy``: a copy of the
             embedding's, which another pipeline rank holds.
         frozen: it is not trained.
+        multiple: see :class:`EmbeddingSpec`.
     """
 
     vocab: int
@@ -80,6 +83,7 @@ class HeadSpec:
     std: float
     tied: str = "own"
     frozen: bool = False
+    multiple: int = ROWS_MULTIPLE
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -104,7 +108,7 @@ class HeadSpec:
     def columns(self, run: Execution) -> int:
         """Logits of a token on one rank, padding included."""
         size = -(-self.vocab // run.tensor)
-        return -(-size // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+        return -(-size // self.multiple) * self.multiple
 
     def loss(self, run: Execution) -> tuple[int, int]:
         """Bytes needed while the loss is computed, above what is kept: at the most, and when the weight's
@@ -132,4 +136,4 @@ def _table(name: str, spec: EmbeddingSpec | HeadSpec, unit: str) -> Weight:
     """Rows divided over the tensor axis, padded."""
     table = Weight(name, (spec.vocab, spec.hidden), {"tensor": 0}, decay=True, std=spec.std, unit=unit)
     table = replace(table, outside_layers=True, vocabulary=True, frozen=spec.frozen)
-    return replace(table, multiple=_ROWS_MULTIPLE)
+    return replace(table, multiple=spec.multiple)

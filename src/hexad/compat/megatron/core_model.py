@@ -1,0 +1,262 @@
+"""The model of a script without flags: a ``TransformerConfig`` and the arguments of ``GPTModel``, translated
+as the flags of a launch line are."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hexad.comm import from_first
+from hexad.config import ConfigError, HexadError, did_you_mean
+from hexad.model.configuration import load_config
+from hexad.planning import Resolved, resolve
+from hexad.topology.mesh import Mesh
+
+from . import parallel_state
+from .arguments import Line, derive, parse, shown
+from .earlier import SETTINGS
+from .flags import FLAGS, Flag
+from .initialize import divide_heads
+from .tensor_parallel import model_seed
+from .translate import translated
+
+_ATTRIBUTES = {
+    "gated_linear_unit": "swiglu",
+    "layernorm_epsilon": "norm_epsilon",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "num_moe_experts": "num_experts",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
+"""Setting of a ``TransformerConfig`` -> attribute of a flag, where they differ."""
+_NO_EFFECT = frozenset(
+    "_cpu_offloading_context activation_func_fp8_input_store autocast_dtype batch_p2p_comm batch_p2p_sync "
+    "bias_activation_fusion cpu_offloading_activations cpu_offloading_double_buffering "
+    "cpu_offloading_weights cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool "
+    "disable_parameter_transpose_cache expert_gtp_weight_remat_size finalize_model_grads_func "
+    "fused_single_qkv_rope grad_scale_func grad_sync_func gtp_weight_remat_size "
+    "hetereogenous_dist_checkpoint inference_sampling_seed layernorm_zero_centered_gamma "
+    "max_position_embeddings memory_efficient_layer_norm moe_ncclep_static_shape no_sync_func "
+    "num_microbatches_with_partial_activation_checkpoints "
+    "param_sync_func persist_layer_norm pipeline_dtype timers tp_comm_atomic_ag tp_comm_atomic_rs "
+    "tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_only_amax_red use_inference_optimized_layers "
+    "use_te_rng_tracker cp_comm_type original_max_position_embeddings".split()
+)
+"""Settings without a flag that change no numbers: kernels, communication, and what a schedule calls."""
+_READ_HERE = frozenset("activation_func bf16 fp16 params_dtype softmax_scale window_size".split())
+"""Settings that :func:`_architecture` and :func:`_overrides` translate."""
+_DEGREES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+}
+"""Settings that the mesh decides; 1, Megatron-Core's default: any."""
+_DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "GELU": functional.gelu,
+    "SiLU": functional.silu,
+}
+"""By name."""
+_POSITIONS = {
+    "position_embedding_type": "position_embedding_type",
+    "rotary_percent": "rotary_percent",
+    "rotary_base": "rotary_base",
+    "rope_scaling": "use_rope_scaling",
+    "rope_scaling_factor": "rope_scaling_factor",
+}
+"""Argument of ``GPTModel`` -> attribute of a flag."""
+
+
+def resolved_core_model(config: Any, spec: Any, arguments: Mapping[str, Any]) -> Resolved:
+    """The model that a ``TransformerConfig`` describes, on the mesh of ``parallel_state``.
+
+    Args:
+        config: any object with its settings.
+        spec: what a function as ``get_gpt_layer_local_spec`` has returned, or None.
+        arguments: of ``GPTModel``: ``vocab_size``, ``max_sequence_length``, and those that are not None of
+            ``share_embeddings_and_output_weights``, ``position_embedding_type``, ``rotary_percent``,
+            ``rotary_base``, ``rope_scaling`` and ``rope_scaling_factor``.
+
+    Raises:
+        HexadError: settings that Hexad cannot honour, naming them.
+    """
+    if config is None:
+        raise HexadError(
+            "GPTModel: found config None and no flags; pass a TransformerConfig, or call initialize_megatron"
+        )
+    mesh = parallel_state.get_mesh()
+    with _naming_settings():
+        namespace = _namespace(config, spec, arguments, mesh)
+        line = Line(namespace, (), frozenset(), ())
+        tree = translated(line, script=True).tree
+        tree["model"]["vocab"] = _vocab(arguments["vocab_size"], mesh)
+        overrides = _overrides(config)
+        resolved = resolve(load_config(tree, overrides), mesh.layout)
+        divide_heads(resolved.config)
+    return resolved
+
+
+def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Namespace:
+    """The attributes of the flags that describe the same model, complete."""
+    namespace = parse([]).arguments
+    known = {flag.attribute: flag for flag in FLAGS.values()}
+    _check_names(config)
+    for name, default in SETTINGS.items():
+        value = getattr(config, name, default)
+        flag = known.get(_ATTRIBUTES.get(name, name))
+        if name in _READ_HERE or name in _NO_EFFECT or name in _DEGREES:
+            continue
+        _check(name, value, default, flag)
+        if flag is not None and flag.effect == "sets" and value is not None:
+            setattr(namespace, flag.attribute, value)
+    _architecture(namespace, config, spec, arguments)
+    _layout(namespace, config, mesh)
+    length = arguments["max_sequence_length"]
+    if not isinstance(length, int) or length < 1:
+        raise HexadError(f"GPTModel: found max_sequence_length {length}; pass a number of tokens")
+    namespace.max_position_embeddings = namespace.seq_length = length
+    # Of a run: the model does not depend on them.
+    namespace.micro_batch_size, namespace.train_iters, namespace.lr = 1, 1, 1e-4
+    seed = model_seed()
+    namespace.seed = from_first(torch.initial_seed, mesh.world) % 2**63 if seed is None else seed
+    derive(namespace, mesh.layout.world)
+    return namespace
+
+
+def _check_names(config: Any) -> None:
+    """Refuse settings that Megatron-Core does not have and no class of the script's own adds."""
+    for name in vars(config):
+        if name not in SETTINGS and not hasattr(type(config), name):
+            raise HexadError(
+                f"TransformerConfig: found {name}, which Megatron-Core does not have"
+                f"{did_you_mean(name, SETTINGS)}; leave it out"
+            )
+
+
+def _check(name: str, value: Any, default: Any, flag: Flag | None) -> None:
+    """Refuse a setting that Hexad has no equivalent for."""
+    if value is None or value == default or (flag is not None and flag.effect != "refused"):
+        return
+    why = "there is no such setting" if flag is None else flag.note
+    raise ConfigError(f"TransformerConfig.{name}", f"found {_text(value)}, but {why}; leave it out")
+
+
+def _text(value: Any) -> str:
+    plain = isinstance(value, bool | int | float | str | list | tuple)
+    return shown(value) if plain else type(value).__name__
+
+
+def _architecture(namespace: Namespace, config: Any, spec: Any, arguments: Mapping[str, Any]) -> None:
+    """Set what several settings, the layer's specification and the arguments of the model decide together."""
+    options = getattr(spec, "options", {})
+    if options.get("num_experts"):
+        raise ConfigError(
+            "transformer_layer_spec", f"found num_experts {options['num_experts']}; experts are not supported"
+        )
+    namespace.qk_layernorm = bool(namespace.qk_layernorm or options.get("qk_layernorm"))
+    namespace.group_query_attention = getattr(config, "num_query_groups", None) is not None
+    activation = getattr(config, "activation_func", None) or functional.gelu
+    kind = _kind_of(activation)
+    if kind != ("SiLU" if namespace.swiglu else "GELU"):
+        gated = "with" if namespace.swiglu else "without"
+        raise ConfigError(
+            "TransformerConfig.activation_func",
+            f"found {getattr(activation, '__name__', activation)} {gated} gated_linear_unit; use GELU "
+            "without, or SiLU with it",
+        )
+    if kind == "GELU" and not _same(activation, lambda x: functional.gelu(x, approximate="tanh"), 1e-9):
+        _note("TransformerConfig.activation_func: GELU is computed by its tanh approximation")
+    namespace.untie_embeddings_and_output_weights = not arguments["share_embeddings_and_output_weights"]
+    window = getattr(config, "window_size", None)
+    namespace.window_size = None if window is None else ",".join(map(str, window))
+    for name, attribute in _POSITIONS.items():
+        if arguments[name] is not None:
+            setattr(namespace, attribute, arguments[name])
+
+
+def _kind_of(activation: Any) -> str | None:
+    """The name of an activation function, told by its values."""
+    return next((name for name, known in _ACTIVATIONS.items() if _same(activation, known, 2e-3)), None)
+
+
+def _same(activation: Any, known: Callable[[torch.Tensor], torch.Tensor], tolerance: float) -> bool:
+    """Whether two functions agree; False where one does not take numbers."""
+    points = torch.linspace(-4, 4, 33, dtype=torch.float64)
+    try:
+        values = activation(points)
+        return bool(torch.allclose(values, known(points), rtol=0, atol=tolerance))
+    except Exception:  # of any kind: it is the script's
+        return False
+
+
+def _note(text: str) -> None:
+    if parallel_state.get_mesh().rank == 0:
+        print(f"hexad: {text}", file=sys.stderr)
+
+
+def _layout(namespace: Namespace, config: Any, mesh: Mesh) -> None:
+    """Set the degrees: those of the mesh, which the settings must not contradict."""
+    layout = mesh.layout
+    for name, axis in _DEGREES.items():
+        degree, value = getattr(layout, axis), getattr(config, name, None)
+        if value not in (None, 1, degree):
+            raise ConfigError(
+                f"TransformerConfig.{name}",
+                f"found {value}, but parallel_state has {degree}; make them equal, or leave it out",
+            )
+        setattr(namespace, name, degree)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if namespace.num_virtual_stages_per_pipeline_rank not in (None, virtual):
+        raise ConfigError(
+            "TransformerConfig.virtual_pipeline_model_parallel_size",
+            f"found {namespace.num_virtual_stages_per_pipeline_rank}, but parallel_state has {virtual}; "
+            "pass it to initialize_model_parallel",
+        )
+    namespace.num_virtual_stages_per_pipeline_rank = virtual
+    order = layout.order.split("-")
+    namespace.use_tp_pp_dp_mapping = order.index("pipeline") < order.index("data")
+
+
+def _overrides(config: Any) -> list[str]:
+    """Settings that no flag determines."""
+    dtype = getattr(config, "params_dtype", None) or torch.float32
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            "TransformerConfig.params_dtype", f"found {dtype}; use {', '.join(map(str, _DTYPES))}"
+        )
+    overrides = [f"precision.dtype={_DTYPES[dtype]}"]
+    scale = getattr(config, "softmax_scale", None)
+    return overrides if scale is None else [*overrides, f"model.attention_multiplier={scale}"]
+
+
+def _vocab(size: Any, mesh: Mesh) -> int:
+    """The vocabulary, which tensor ranks share evenly, as in Megatron-Core."""
+    ranks = mesh.tensor.size
+    if not isinstance(size, int) or size < 1 or size % ranks:
+        raise HexadError(
+            f"GPTModel: found vocab_size {size}, expected a multiple of the {ranks} tensor ranks; pad it"
+        )
+    return size
+
+
+@contextmanager
+def _naming_settings() -> Iterator[None]:
+    """Name settings of a ``TransformerConfig`` in errors that name flags or settings of Hexad."""
+    try:
+        yield
+    except ConfigError as error:
+        names = {attribute: name for name, attribute in _ATTRIBUTES.items()}
+        flag = FLAGS.get(error.field) or next(
+            (flag for flag in FLAGS.values() if flag.target == error.field), None
+        )
+        if flag is None:
+            raise
+        name = names.get(flag.attribute, flag.attribute)
+        place = "TransformerConfig" if name in SETTINGS else "GPTModel"
+        raise ConfigError(f"{place}.{name}", error.problem) from None

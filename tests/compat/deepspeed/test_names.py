@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from hexad.compat import deepspeed
@@ -170,6 +171,35 @@ def test_timers_add_the_milliseconds_between_start_and_stop(monkeypatch: pytest.
     assert timers.NoopTimer()("x").elapsed() == 0 and "memory_allocated" in clock.memory_usage()
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.one.weight = self.other.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_tied_weights_of_a_checkpoint_have_all_their_names(stage: int, tmp_path: Path) -> None:
+    engine = engine_of(stage, module=Tied())
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    engine.save_checkpoint(str(tmp_path))
+    state = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    module = Tied()
+    module.load_state_dict(state, strict=True)
+    weight = utils.safe_get_full_fp32_param(engine.module.one.weight)
+    assert torch.equal(module.other.weight, weight) and not torch.equal(weight, torch.zeros(2, 2))
+    for safe, file in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", None, safe)
+        read = load_file(tmp_path / "out" / file) if safe else torch.load(tmp_path / "out" / file)
+        assert torch.equal(read["one.weight"], weight) and (safe or "other.weight" in read)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_weights_of_a_checkpoint_are_read_by_name(stage: int, tmp_path: Path) -> None:
     engine = engine_of(stage, bf16={"enabled": True})
@@ -325,14 +355,14 @@ def test_stages_are_those_of_the_package() -> None:
             assert [part.start for part in parts] == bounds[:-1] and parts[-1].stop == bounds[-1]
 
 
-def engine_of(stage: int = 0, **more: Any) -> Any:
+def engine_of(stage: int = 0, module: nn.Module | None = None, **more: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
         "zero_optimization": {"stage": stage},
         **more,
     }
-    return deepspeed.initialize(model=nn.Linear(2, 1, bias=False), config=config)[0]
+    return deepspeed.initialize(model=module or nn.Linear(2, 1, bias=False), config=config)[0]
 
 
 def test_an_engine_has_what_scripts_ask_for() -> None:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,18 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
     pair = torch.zeros(3, 2), torch.zeros(3, 2)
     with pytest.raises(HexadError, match=r"without loss_fn, has shape \(3, 2\), expected a scalar loss"):
         engine.train_batch(iter([pair]))
+
+
+def test_a_loss_may_have_one_element() -> None:
+    """Without ``loss_fn``, as in DeepSpeed's own tests."""
+    layer = nn.Linear(2, 1)
+    model = deepspeed.PipelineModule([deepcopy(layer)], num_stages=1)
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    pair = torch.ones(1, 2), torch.zeros(1, 1)
+    expected = layer(pair[0]).item()
+    assert engine.eval_batch(iter([pair])).item() == expected == engine.train_batch(iter([pair])).item()
+    assert engine.eval_batch(iter([pair])).item() < expected
 
 
 def test_a_tied_layer_is_made_once() -> None:

@@ -29,6 +29,7 @@ class EngineCheckpoints(nn.Module, ABC):
     _config: CheckedConfig
     _accumulation: Accumulation
     lr_scheduler: Any
+    module: Any
     global_steps: int
     micro_steps: int
 
@@ -70,6 +71,7 @@ class EngineCheckpoints(nn.Module, ABC):
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "scheduler": None if schedule is None else tags.encoded(schedule, "lr_scheduler"),
             "client_state": tags.encoded(dict(client_state), "client_state"),
+            "shared": _shared_names(self.module),
         }
         return {**self._engine.progress(), "deepspeed": kept}
 
@@ -166,3 +168,11 @@ class EngineCheckpoints(nn.Module, ABC):
     @abstractmethod
     def _begin(self) -> None:
         """Begin to accumulate gradients."""
+
+
+def _shared_names(module: nn.Module) -> dict[str, str]:
+    """Further names of a module's tied parameters -> the first ones, by which checkpoints have them."""
+    first: dict[nn.Parameter, str] = {}
+    names = ((name, parameter) for name, parameter in module.named_parameters(remove_duplicate=False))
+    known = [(name, first.setdefault(parameter, name)) for name, parameter in names]
+    return {name: saved for name, saved in known if name != saved}

@@ -342,10 +342,11 @@ def _compute(
     if number < len(module.parts) - 1:
         return batch.forms[number].message(x)
     loss: Tensor = x if module.loss_fn is None else module.loss_fn(x, batch.labels)
-    if not isinstance(loss, Tensor) or loss.dim():
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         what = "the last layer's result, without loss_fn," if module.loss_fn is None else "loss_fn"
         raise HexadError(f"{what} has {found}, expected a scalar loss")
+    loss = loss.reshape(())
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
 

@@ -1,6 +1,7 @@
 """``deepspeed.utils.zero_to_fp32``: the float32 weights in an engine's checkpoint, of Hexad or DeepSpeed."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
     """The complete master weights, and buffers, in a checkpoint of any layout, by the module's names; tied
-    ones by one of theirs.
+    ones by all of theirs.
 
     Args:
         checkpoint_dir: that was saved to.
@@ -51,13 +52,20 @@ def _of_checkpoint(directory: Path, trained_only: bool) -> dict[str, Tensor]:
                 name.split(".", 2)[2] for name in checkpoint.manifest.tensors if name[:10] == "optimizer."
             }
             names = [name for name in names if name in moments or not moments]
-        return {name: _widened(checkpoint.read(_PREFIX + name)) for name in names}
+        state = {name: _widened(checkpoint.read(_PREFIX + name)) for name in names}
+        kept = checkpoint.manifest.progress.get("deepspeed", {})
+        return _with_shared(state, kept.get("shared", {}))
 
 
 def _of_state(state: SavedState, trained_only: bool) -> dict[str, Tensor]:
     trained = {name for values in state.moments.values() for name in values}
     names = [name for name in state.weights if not trained_only or name in trained or not trained]
-    return {name: _widened(state.weights[name].read(name)) for name in names}
+    return _with_shared({name: _widened(state.weights[name].read(name)) for name in names}, state.aliases)
+
+
+def _with_shared(state: dict[str, Tensor], shared: Mapping[str, str]) -> dict[str, Tensor]:
+    """With further names of tied weights, as tensors in the same memory."""
+    return state | {name: state[saved] for name, saved in shared.items() if saved in state}
 
 
 def _widened(values: Tensor) -> Tensor:
@@ -110,7 +118,10 @@ def _write(state: dict[str, Tensor], path: Path) -> None:
         return
     from safetensors.torch import save_file
 
-    save_file(state, path, metadata={"format": "pt"})
+    # The format has no ties: the first name is kept.
+    once = {values.data_ptr(): name for name, values in reversed(state.items())}
+    kept = {n: values for n, values in state.items() if not values.numel() or once[values.data_ptr()] == n}
+    save_file(kept, path, metadata={"format": "pt"})
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -149,10 +149,13 @@ class _Collected:
 
 
 def _complete(package: ModuleType, system: str, name: str, value: Any) -> None:
-    """Add a name below the system, unless there is one."""
+    """Add a name below the system, unless there is one; a function hides a module of its name, which can be
+    imported all the same."""
     parent, _ = _parent(package, system, name)
     last = name.rpartition(".")[2]
-    if not hasattr(parent, last):
+    known = getattr(parent, last, None)
+    hidden = isinstance(known, ModuleType) and not known.__name__.startswith(package.__name__)
+    if hidden or not hasattr(parent, last):
         setattr(parent, last, value)
 
 

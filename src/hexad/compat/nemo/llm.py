@@ -28,7 +28,8 @@ from .experiment import AutoResume, NeMoLogger, Trainer
 from .models import *  # noqa: F403
 from .models import GPTConfig, GPTModel, LoRA
 from .optim import OptimizerModule
-from .recipe import models_directory, weights_of
+from .places import models_directory
+from .recipe import weights_of
 from .tokenizers import AutoTokenizer, TokenizerSpec
 
 __all__ = [

@@ -82,21 +82,54 @@ class SentencePieceTokenizer(TokenizerSpec):
         super().__init__({"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(model_path)})
 
 
+class NullTokenizer(TokenizerSpec):
+    """Numbers in place of a tokenizer's ids; the last one ends a document.
+
+    Args:
+        vocab_size: without that one.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__({"tokenizer_type": "NullTokenizer", "vocab_size": int(vocab_size)})
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids."""
+        return int(self.flags["vocab_size"]) + 1
+
+    @property
+    def eos_id(self) -> int:
+        """The id of the end of a document."""
+        return int(self.flags["vocab_size"])
+
+    eod = eos_id
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """The numbers in a text."""
+        return [int(word) for word in text.split()]
+
+    def ids_to_text(self, ids: Iterable[int]) -> str:
+        """The numbers as a text."""
+        return " ".join(map(str, ids))
+
+
 def get_nmt_tokenizer(
     library: str = "sentencepiece",
     model_name: str | None = None,
     tokenizer_model: str | None = None,
     vocab_file: str | None = None,
     merges_file: str | None = None,
+    vocab_size: int | None = None,
     **others: Any,
 ) -> TokenizerSpec:
-    """A tokenizer by its library: ``sentencepiece``, ``huggingface``, or ``megatron`` for GPT-2's.
+    """A tokenizer by its library: ``sentencepiece``, ``huggingface``, ``megatron`` for GPT-2's, or ``null``.
 
     Args:
         library: as above.
         model_name: with ``huggingface``; ``GPT2BPETokenizer`` with ``megatron``.
         tokenizer_model: file of ``sentencepiece``.
         vocab_file, merges_file: of GPT-2's.
+        vocab_size: with ``null``, see :class:`NullTokenizer`.
         others: accepted without effect.
 
     Raises:
@@ -104,6 +137,8 @@ def get_nmt_tokenizer(
     """
     if library == "huggingface" and model_name:
         return AutoTokenizer(model_name)
+    if library == "null" and vocab_size is not None:
+        return NullTokenizer(vocab_size)
     if library == "sentencepiece" and tokenizer_model:
         return SentencePieceTokenizer(tokenizer_model)
     if library == "megatron" and model_name == "GPT2BPETokenizer" and vocab_file and merges_file:

@@ -70,14 +70,7 @@ class ModelRecipe:
     def model(self) -> Any:
         """The model."""
         row = self._row
-        kind = getattr(models, row.config)
-        config = run.Config(kind)
-        if row.kind.rank is not None or row.sequence > kind.seq_length:
-            config.seq_length = row.sequence
-        if "recompute" in row.options:
-            config.recompute_granularity, config.recompute_method = "full", "uniform"
-            config.recompute_num_layers = 1
-        return run.Config(getattr(models, row.model), config=config)
+        return run.Config(getattr(models, row.model), config=run.Config(getattr(models, row.config)))
 
     def _options(self, **changes: Any) -> TrainerOptions:
         row, layout = self._row, self._row.layout
@@ -195,12 +188,18 @@ class ModelRecipe:
             log=default_log(dir=dir, name=name, tensorboard_logger=tensorboard_logger(name=name)),
             optim=distributed_fused_adam_with_cosine_annealing(
                 max_lr=max_lr or float(row.options.get("lr", 3e-4)),
-                min_lr=min_lr,
+                min_lr=row.kind.min_lr if min_lr is None and max_lr is None else min_lr,
                 warmup_steps=warmup_steps or row.kind.warmup,
                 constant_steps=constant_steps,
             ),
             resume=default_resume(),
         )
+        config, tokens = recipe.model.config, recipe.data.seq_length
+        if "recompute" in row.options:
+            config.recompute_granularity, config.recompute_method = "full", "uniform"
+            config.recompute_num_layers = 1
+        if row.kind.rank is not None or tokens > config.seq_length:
+            config.seq_length = tokens
         return self.pretrain_performance_optimizations(recipe) if performance_mode else recipe
 
     def pretrain_performance_optimizations(self, recipe: Any) -> Any:
@@ -296,6 +295,33 @@ def _add_callbacks(recipe: Any, garbage: bool) -> None:
     recipe.trainer.callbacks = [*callbacks, run.Config(MegatronCommOverlapCallback)]
 
 
+_QWEN = {
+    "qwen25_3b": "Qwen25Config3B",
+    "qwen3_30b_a3b": "Qwen3Config30B_A3B",
+    "qwen3_235b_a22b": "Qwen3Config235B_A22B",
+}
+"""Versions without a row of their own -> configurations."""
+
+
+def _qwen_model(version: str) -> Any:
+    """The model of a version, such as ``qwen2_7b``.
+
+    Raises:
+        HexadError: there is none.
+    """
+    known = {name: row.config for name, row in ROWS.items() if name.startswith("qwen")} | _QWEN
+    if version not in known:
+        raise HexadError(f"version: found {version!r}, expected one of {', '.join(sorted(known))}")
+    kind = models.Qwen3Model if version.startswith("qwen3") else models.Qwen2Model
+    return run.Config(kind, config=run.Config(getattr(models, known[version])))
+
+
+def _qwen_trainer(*, max_steps: int = 1_168_251, val_check_interval: int = 2000, **changes: Any) -> Any:
+    """The trainer of Qwen's recipes; see :meth:`ModelRecipe.trainer`."""
+    recipe = ModelRecipe(ROWS["qwen3_600m"])
+    return recipe.trainer(max_steps=max_steps, val_check_interval=val_check_interval, **changes)
+
+
 def add_modules() -> None:
     """Give the modules of NeMo's recipes that are installed their functions."""
     for name, row in ROWS.items():
@@ -305,3 +331,7 @@ def add_modules() -> None:
         for function in functions:
             setattr(module, function, getattr(recipe, function))
         module.__dict__["NAME"] = name
+    for family in ("qwen2", "qwen3"):
+        module = sys.modules[f"nemo.collections.llm.recipes.{family}"]
+        setattr(module, f"{family}_model", _qwen_model)
+        setattr(module, f"{family}_trainer", _qwen_trainer)

@@ -40,6 +40,7 @@ class RecipeKind:
         batch, micro: sequences of a step and of a microbatch.
         steps, warmup, validate: steps of a run, of its warm-up, and between validations.
         test_batches: at most.
+        min_lr: None: a tenth of the largest rate.
         rank, alpha: of adapters.
     """
 
@@ -49,6 +50,7 @@ class RecipeKind:
     warmup: int = 2000
     validate: int = 2000
     test_batches: int = 50
+    min_lr: float | None = None
     rank: int | None = None
     alpha: int | None = None
 
@@ -58,7 +60,7 @@ KINDS = {
     "llama": RecipeKind(rank=8, alpha=16),
     "large": RecipeKind(rank=16, alpha=32),
     "other": RecipeKind(),
-    "qwen": RecipeKind(batch=32, micro=2, steps=300_000, warmup=500, validate=500, test_batches=32),
+    "qwen": RecipeKind(batch=32, micro=2, steps=300_000, warmup=500, validate=500, test_batches=32, min_lr=3e-5),
 }
 """By the name in ``recipes.txt``."""
 

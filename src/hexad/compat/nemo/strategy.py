@@ -36,7 +36,7 @@ ckpt_torch_dist_multiproc ckpt_assume_constant_structure ckpt_parallel_save ckpt
 ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness
 setup_optimizers replace_progress_bar progress_interval megatron_log_level nccl_communicator_config_path
 use_gloo_process_groups gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion
-ckpt_type ckpt_include_optimizer static_graph
+ckpt_type ckpt_include_optimizer static_graph store_optimizer_states
 """
 _ONLY = {
     "moe_extended_tp": False,

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 
 from ..megatron.data import write_gpt2_tokenizer
@@ -19,10 +19,14 @@ class TokenizerSpec:
 
     Args:
         flags: attributes of Megatron-LM's flags that name it.
+
+    Attributes:
+        chat_template: in place of its own.
     """
 
     def __init__(self, flags: dict[str, Any]) -> None:
         self.flags = flags
+        self.chat_template: str | None = None
 
     @cached_property
     def backend(self) -> Tokenizer:
@@ -59,15 +63,37 @@ class AutoTokenizer(TokenizerSpec):
 
     Args:
         pretrained_model_name: a directory, or a model's name on the hub.
+        chat_template: of ``ChatDataModule``, in place of its own.
         others: accepted without effect.
     """
 
-    def __init__(self, pretrained_model_name: str, **others: Any) -> None:
+    def __init__(
+        self, pretrained_model_name: str, *, chat_template: str | None = None, **others: Any
+    ) -> None:
         name = str(pretrained_model_name)
         known = Path(name).exists() or name == "byte" or name.startswith("hf:")
         super().__init__(
             {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": name if known else f"hf:{name}"}
         )
+        self.chat_template = chat_template
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """That of ``transformers``, for scripts that ask it.
+
+        Raises:
+            HexadError: ``transformers`` is not installed, or has none.
+        """
+        name = self.flags["tokenizer_model"].removeprefix("hf:")
+        try:
+            from transformers import AutoTokenizer as Published
+
+            found = Published.from_pretrained(name)
+        except (ImportError, OSError, ValueError) as error:
+            raise HexadError(f"AutoTokenizer.tokenizer: {name}: {one_line(error)}") from None
+        if self.chat_template is not None:
+            found.chat_template = self.chat_template
+        return found
 
 
 class SentencePieceTokenizer(TokenizerSpec):
@@ -151,11 +177,13 @@ def get_nmt_tokenizer(
     )
 
 
-def get_tokenizer(tokenizer_name: str, tokenizer_model: str | None = None, **others: Any) -> TokenizerSpec:
+def get_tokenizer(
+    tokenizer_name: str, tokenizer_model: str | None = None, chat_template: str | None = None, **others: Any
+) -> TokenizerSpec:
     """A tokenizer by the name of a model or directory; ``sentencepiece`` with ``tokenizer_model``."""
     if tokenizer_name == "sentencepiece":
         return get_nmt_tokenizer("sentencepiece", tokenizer_model=tokenizer_model)
     if tokenizer_name.startswith("megatron"):
         names = {"vocab_file": others.get("vocab_file"), "merges_file": others.get("merges_file")}
         return get_nmt_tokenizer("megatron", "GPT2BPETokenizer", **names)
-    return AutoTokenizer(tokenizer_name)
+    return AutoTokenizer(tokenizer_name, chat_template=chat_template)

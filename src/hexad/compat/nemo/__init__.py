@@ -46,12 +46,12 @@ def install() -> None:
 
     from ..facade.installed import install as install_package
     from ..megatron import install as install_megatron
-    from .installed import CONSTANTS, MODULES, NAMES, RECIPES, UNSUPPORTED, has_nemo_run, where
+    from .installed import CONSTANTS, MODULES, NAMES, OF_LLM, UNSUPPORTED, has_nemo_run, where
 
     install_megatron()
     install_package(sys.modules[__name__], "nemo", where(), UNSUPPORTED, NAMES, MODULES, CONSTANTS)
-    for name in RECIPES:
-        setattr(llm, name, sys.modules[f"nemo.collections.llm.recipes.{name}"])
+    for name, module in OF_LLM.items():
+        setattr(llm, name, sys.modules[f"nemo.{module}"])
     if has_nemo_run():
         from .model_recipes import add_modules
 

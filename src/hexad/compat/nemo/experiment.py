@@ -31,7 +31,7 @@ class Trainer(pl.Trainer):
     """Lightning's trainer, which gives a language model the settings of its recipe. A trainer of GPUs trains
     on the CPU of a host without one, which is logged."""
 
-    @wraps(pl.Trainer.__init__)
+    @wraps(pl.Trainer.__init__)  # type: ignore[misc]
     def __init__(self, *given: Any, **named: Any) -> None:
         if named.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
             log.warning("Trainer: found no GPU for accelerator=%r: the CPU trains", named["accelerator"])
@@ -267,8 +267,8 @@ class AutoResume:
     def __post_init__(self) -> None:
         if self.adapter_path is not None:
             raise HexadError(
-                f"AutoResume: found adapter_path={self.adapter_path!r}; pass resume_from_path, of a checkpoint "
-                "with adapters"
+                f"AutoResume: found adapter_path={self.adapter_path!r}; pass resume_from_path, of a "
+                "checkpoint with adapters"
             )
 
     def setup(self, trainer: pl.Trainer, model: Any = None) -> None:

@@ -147,17 +147,19 @@ def further_settings(config: GPTConfig) -> dict[str, Any]:
     """Attributes of Megatron-LM's flags -> values, of the settings whose values are not the defaults.
 
     Raises:
-        HexadError: a setting that has no flag, and would change the numbers.
+        HexadError: a setting that is not supported, or has no flag and would change the numbers.
     """
-    attributes = {flag.attribute for flag in FLAGS.values()}
+    flags = {flag.attribute: flag for flag in FLAGS.values()}
     found: dict[str, Any] = {}
     for name, default in FURTHER.items():
         value = getattr(config, name)
         if name in _OF_GPT or name in _NO_EFFECT or value == default:
             continue
         attribute = _OTHER_FLAGS.get(name, name)
-        if attribute not in attributes:
+        flag = flags.get(attribute)
+        if flag is None or (flag.effect == "refused" and value != flag.default):
             shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
             raise HexadError(f"GPTConfig.{name}: found {shown}; it is not supported: leave it out")
-        found[attribute] = value
+        if flag.effect == "sets":
+            found[attribute] = value
     return found

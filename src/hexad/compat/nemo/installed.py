@@ -177,11 +177,10 @@ MODULES, CONSTANTS = _TABLE.modules, _TABLE.constants
 UNSUPPORTED = {name: _reason(name, why) for name, why in _TABLE.unsupported.items()}
 """Names below ``nemo`` that can be imported -> what to do instead of using them, where this package lacks
 them."""
-RECIPES = sorted(
-    {
-        name.split(".")[3]
-        for name in UNSUPPORTED
-        if re.fullmatch(r"collections\.llm\.recipes\.\w+\.model", name)
-    }
-)
-"""Modules of recipes, which ``nemo.collections.llm`` has too."""
+_OF_LLM = {
+    name.split(".")[3]: name.removesuffix(".model")
+    for name in UNSUPPORTED
+    if re.fullmatch(r"collections\.llm\.recipes\.\w+\.model", name)
+}
+OF_LLM = {**_OF_LLM, **{name: f"collections.llm.recipes.optim.{name}" for name in ("adam", "sgd")}}
+"""Names of ``nemo.collections.llm`` -> the modules that they are."""

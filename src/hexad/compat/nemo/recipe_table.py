@@ -60,7 +60,9 @@ KINDS = {
     "llama": RecipeKind(rank=8, alpha=16),
     "large": RecipeKind(rank=16, alpha=32),
     "other": RecipeKind(),
-    "qwen": RecipeKind(batch=32, micro=2, steps=300_000, warmup=500, validate=500, test_batches=32, min_lr=3e-5),
+    "qwen": RecipeKind(
+        batch=32, micro=2, steps=300_000, warmup=500, validate=500, test_batches=32, min_lr=3e-5
+    ),
 }
 """By the name in ``recipes.txt``."""
 

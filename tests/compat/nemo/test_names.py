@@ -3,6 +3,8 @@
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,7 @@ from ... import forks
 pytest.importorskip("lightning")
 
 SCRIPT = """
+import inspect
 import sys
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from nemo.collections import llm
@@ -49,7 +52,7 @@ for use in (llm.deploy, llm.mixtral_8x7b.pretrain_recipe, Gemma3Model, llm.ptq, 
         use("anything")
     except Exception as error:
         print(error)
-llm.distill(teacher="x")
+inspect.signature(llm.distill)  # as NeMo-Run does
 """
 
 
@@ -70,7 +73,7 @@ def test_script_by_the_command(tmp_path: Path) -> None:
     ]
     last = result.stderr.splitlines()[-1]
     assert last.startswith("hexad: error: nemo.collections.llm.distill: not supported: quantization")
-    assert last.endswith("(script.py:35)")
+    assert last.endswith("(script.py:36)")
     assert "Traceback" not in result.stderr
 
 
@@ -92,6 +95,14 @@ def test_a_function_hides_its_module() -> None:
         for refused in (deploy, Server, deploy.base):
             with pytest.raises(HexadError, match="use nothing"):
                 refused()
+            with pytest.raises(HexadError, match="use nothing"):
+                signature(refused)  # as NeMo-Run asks for it, and Fiddle
+
+        @dataclass
+        class Settings(Server):  # type: ignore[misc]
+            size: int = 0
+
+        assert str(signature(Settings.__init__)).startswith("(self, size")
     finally:
         for name in [name for name in sys.modules if name.startswith("system_hidden")]:
             del sys.modules[name]

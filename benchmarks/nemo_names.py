@@ -19,8 +19,8 @@ SYSTEM = "nemo"
 
 HEAD = """\
 # The modules of nemo packages and their names: MODULE: NAME NAME CONSTANT=VALUE
-# Values are JSON without blanks. Of NeMo v2.5.0 (its branch main at 8cfedd7203), v2.4.0, v2.3.0, v2.2.0 and
-# v2.0.0, without speech and NeMo 1's models. Written by benchmarks/nemo_names.py --table.
+# Values are JSON without blanks. Of NeMo's main at 8cfedd7203 (2.6.0rc0), and of v2.5.0rc0, v2.4.0, v2.3.0,
+# v2.2.0, v2.1.0 and v2.0.0, without speech and NeMo 1's models. Written by benchmarks/nemo_names.py --table.
 """
 
 LEFT_OUT = """

@@ -1,7 +1,6 @@
 """The modules that scripts import from ``nemo``, and the names that Hexad lacks."""
 
 import re
-from importlib.util import find_spec
 
 from ..facade.names import read_names
 
@@ -69,8 +68,12 @@ NAMES = {
 
 
 def has_nemo_run() -> bool:
-    """Whether NeMo-Run is installed, which recipes are made with."""
-    return find_spec("nemo_run") is not None
+    """Whether NeMo-Run, which recipes are made with, can be imported."""
+    try:
+        import nemo_run  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def where() -> dict[str, str]:

@@ -11,13 +11,11 @@ complete if every name that it uses and the package has can be imported from Hex
 ``--table src/hexad/compat/deepspeed/names.txt`` writes the names of the installed package, for a new release.
 """
 
-import argparse
 import ast
 import json
 import os
-import subprocess
 import sys
-import warnings
+from argparse import SUPPRESS
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
@@ -25,96 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from facts import facts
+from foreign_names import UsedNames, answer, exists, names_of_files, parser, resolved
 
-ACCELERATOR = "get_accelerator()"
-
-
-def bound_names(tree: ast.AST, package: str) -> dict[str, str]:
-    """What a file's imports, and assignments of ``get_accelerator()``, bind: name -> name of the package."""
-    bound: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == package:
-                    bound[alias.asname or package] = alias.name if alias.asname else package
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            if node.module.split(".")[0] == package:
-                bound |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names if a.name != "*"}
-        elif isinstance(node, ast.Assign) and _called(node.value) == "get_accelerator":
-            bound |= {target.id: ACCELERATOR for target in node.targets if isinstance(target, ast.Name)}
-    return bound
+SYSTEM = "deepspeed"
+ACCELERATOR = "get_accelerator"
+"""The function whose result's attributes are names too."""
 
 
-def _called(node: ast.expr) -> str:
-    """The last name of the function that an expression calls; empty if it is no call."""
-    function = node.func if isinstance(node, ast.Call) else None
-    return getattr(function, "attr", getattr(function, "id", ""))
-
-
-def used_names(tree: ast.AST, package: str = "deepspeed") -> Iterator[str]:
-    """The names of a package that a file imports or uses, and those of DeepSpeed's accelerator."""
-    bound = bound_names(tree, package)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names if a.name.split(".")[0] == package)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            if node.module.split(".")[0] == package:
-                yield from (f"{node.module}.{a.name}".removesuffix(".*") for a in node.names)
-        elif isinstance(node, ast.Attribute):
-            parts, inner = [node.attr], node.value
-            while isinstance(inner, ast.Attribute):
-                parts, inner = [inner.attr, *parts], inner.value
-            if isinstance(inner, ast.Name) and inner.id in bound:
-                of_accelerator = bound[inner.id] == ACCELERATOR
-                yield ".".join([bound[inner.id], *(parts[:1] if of_accelerator else parts)])
-            elif _called(inner) == "get_accelerator" and bound:
-                yield f"{ACCELERATOR}.{parts[0]}"
-
-
-def exists(name: str) -> bool:
-    """Whether a name can be imported, or is an attribute of what can be."""
-    if name.startswith(ACCELERATOR):
-        return hasattr(import_module("deepspeed").get_accelerator(), name.rpartition(".")[2])
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        try:
-            value = import_module(".".join(parts[:length]))
-        except ImportError:
-            continue
-        for part in parts[length:]:
-            if not hasattr(value, part):
-                return False
-            value = getattr(value, part)
-        return True
-    return False
-
-
-def names_of_files(source: Path, package: str = "deepspeed") -> dict[str, list[str]]:
-    """Files that import a package -> the names of it that they use; without those of the package itself,
-    where the checkout has it."""
-    names: dict[str, list[str]] = {}
-    for path in sorted(source.rglob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if package not in text or path.relative_to(source).parts[0] == package:
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in the file
-                used = sorted(set(used_names(ast.parse(text), package)))
-        except SyntaxError:  # of Python 2, or a template
-            continue
-        if used:
-            names[str(path.relative_to(source))] = used
-    return names
-
-
-def resolved(package: str, names: set[str]) -> set[str]:
-    """The names that exist, with the package or Hexad's interface in a process of its own."""
-    command = [sys.executable, __file__, "--resolve", package, "."]
-    done = subprocess.run(command, input=json.dumps(sorted(names)), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return set(json.loads(done.stdout.splitlines()[-1]))
+def _exists(name: str) -> bool:
+    """Whether a name of the package, or of its accelerator, exists."""
+    if name.startswith(f"{ACCELERATOR}()"):
+        return hasattr(import_module(SYSTEM).get_accelerator(), name.rpartition(".")[2])
+    return exists(name)
 
 
 def _resolve(package: str) -> None:
@@ -122,9 +42,8 @@ def _resolve(package: str) -> None:
         from hexad.compat import deepspeed
 
         deepspeed.install()
-    import_module("deepspeed")
-    found = [name for name in json.loads(sys.stdin.read()) if exists(name)]
-    print("\n" + json.dumps(found))
+    import_module(SYSTEM)
+    answer(_exists)
 
 
 # The table of the package's names
@@ -195,29 +114,25 @@ def table() -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("sources", type=Path, nargs="*", help="checkouts")
-    parser.add_argument("--table", type=Path, help="write the names of the package, and nothing else")
-    parser.add_argument("--output", type=Path, help="result file")
-    parser.add_argument("--resolve", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options_of = parser(__doc__)
+    options_of.add_argument("--resolve", help=SUPPRESS)
+    options = options_of.parse_args()
     if options.resolve:
         _resolve(options.resolve)
         return
     if options.table:
         lines = [line + "\n" for line in table()]
-        options.table.write_text(HEAD.format(version=version("deepspeed")) + "".join(lines))
+        options.table.write_text(HEAD.format(version=version(SYSTEM)) + "".join(lines))
         return
-    files = {source.name: names_of_files(source) for source in options.sources}
-    names = {name for used in files.values() for of_file in used.values() for name in of_file}
-    theirs, ours = resolved("deepspeed", names), resolved("hexad", names)
+    used = UsedNames([SYSTEM], [ACCELERATOR])
+    files = {source.name: names_of_files(source, SYSTEM, used) for source in options.sources}
+    names = {name for names in files.values() for in_file in names.values() for name in in_file}
+    theirs, ours = resolved(names, SYSTEM), resolved(names, "hexad")
     missing: dict[str, Any] = {
         f"{source}/{path}": lacking
         for source, of_source in files.items()
-        for path, used in of_source.items()
-        if (lacking := [name for name in used if name in theirs - ours])
+        for path, in_file in of_source.items()
+        if (lacking := [name for name in in_file if name in theirs - ours])
     }
     for path, lacking in missing.items():
         print(f"{path}: {', '.join(lacking)}")

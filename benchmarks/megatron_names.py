@@ -15,40 +15,16 @@ these, and ``--settings src/hexad/compat/megatron/transformer_settings.txt PACKA
 ``TransformerConfig``.
 """
 
-import argparse
 import ast
 import json
-import subprocess
-import sys
-from collections import Counter, defaultdict
+from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_names import exists, names_of_files
-from facts import facts
+from foreign_names import UsedNames, answer, count, parser, print_counts, table
 
 SYSTEM = "megatron"
-
-
-def resolved(names: set[str]) -> set[str]:
-    """The names that Hexad's interface has, asked in a process of its own."""
-    command = [sys.executable, __file__, "--resolve"]
-    done = subprocess.run(command, input=json.dumps(sorted(names)), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return set(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _resolve() -> None:
-    from hexad.compat import megatron
-
-    megatron.install()
-    found = [name for name in json.loads(sys.stdin.read()) if exists(name)]
-    print("\n" + json.dumps(found))
-
-
-# The table of names
 
 HEAD = """\
 # The modules of megatron packages and their names: MODULE: NAME NAME CONSTANT=VALUE
@@ -60,75 +36,10 @@ HEAD = """\
 LEFT_OUT = ("post_training",)
 """Packages that scripts do without, where they cannot be imported."""
 
-Names = dict[str, dict[str, str | None]]
-"""Module -> name -> value of a constant as JSON; None for all else."""
 
-
-class _Module(ast.NodeVisitor):
-    """Collects what a module defines, in branches too: its last value is that where a package is missing."""
-
-    def __init__(self, package: bool) -> None:
-        self.names: dict[str, str | None] = {}
-        self._package = package
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.names[node.name] = None
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self.names[node.name] = None
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        own = node.level > 0 or (node.module or "").split(".")[0] == SYSTEM
-        if self._package and own:
-            self.names |= {alias.asname or alias.name: None for alias in node.names if alias.name != "*"}
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self.visit_Assign(ast.Assign([node.target], node.value))
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        try:
-            value: Any = ast.literal_eval(node.value)
-            text = json.dumps(value, separators=(",", ":")).replace(" ", "\\u0020")
-        except (ValueError, TypeError, SyntaxError):
-            text = None
-        for target in node.targets:
-            if isinstance(target, ast.Name):
-                self.names[target.id] = text
-
-
-def read_package(root: Path, names: Names) -> None:
-    """Add the names of a ``megatron`` package."""
-    for path in sorted(root.rglob("*.py")):
-        parts = list(path.relative_to(root).with_suffix("").parts)
-        package = parts[-1] == "__init__"
-        parts = parts[:-1] if package else parts
-        if (parts[:1] and parts[0] in LEFT_OUT) or "__main__" in parts:
-            continue
-        if not all(part.isidentifier() for part in parts):
-            continue
-        module = _Module(package)
-        module.visit(ast.parse(path.read_text(encoding="utf-8")))
-        known = names[".".join(parts)]
-        for name, value in module.names.items():
-            private = name.startswith("__") or (name.startswith("_") and value is not None)
-            if not private and name not in known:
-                known[name] = value
-
-
-def table(packages: Sequence[Path]) -> Iterator[str]:
-    """The lines of the table; of a name that several packages have, the first one's value."""
-    names: Names = defaultdict(dict)
-    for package in packages:
-        read_package(package, names)
-    for module, of_module in sorted(names.items()):
-        functions = sorted(
-            name
-            for name, value in of_module.items()
-            if value is None and f"{module}.{name}".strip(".") not in names
-        )
-        constants = [f"{name}={value}" for name, value in sorted(of_module.items()) if value is not None]
-        yield " ".join([f"{module}:", *functions, *constants])
+def names_table(packages: Sequence[Path]) -> Iterator[str]:
+    """The lines of the table of names."""
+    return table(packages, SYSTEM, LEFT_OUT)
 
 
 # The tables of arguments and settings
@@ -197,45 +108,22 @@ def earlier_arguments(packages: Sequence[Path]) -> Iterator[str]:
     yield from (f"{name}={json.dumps(value)}" for name, value in sorted(found.items()) if name not in known)
 
 
-def count(sources: Sequence[Path]) -> dict[str, Any]:
-    """The counts of checkouts, and what files lack."""
-    from hexad.compat.megatron.installed import CONSTANTS, MODULES, UNSUPPORTED
-
-    of_releases = {f"{SYSTEM}.{name}" for name in (*CONSTANTS, *MODULES, *UNSUPPORTED)}
-    files = {source.name: names_of_files(source, SYSTEM) for source in sources}
-    names = {name for used in files.values() for of_file in used.values() for name in of_file}
-    found = resolved(names)
-    missing = Counter(name for used in files.values() for of_file in used.values() for name in of_file)
-    missing = Counter({name: number for name, number in missing.items() if name not in found})
-    counts = {
-        source: {"files": len(used), "complete": sum(set(of_file) <= found for of_file in used.values())}
-        for source, used in files.items()
-    }
-    return {
-        "repositories": counts,
-        "names": len(names),
-        "names that Hexad lacks": len(missing),
-        "of them names of the releases in the table": len(missing.keys() & of_releases),
-        "lacking": dict(missing.most_common()),
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options_of = parser(__doc__)
+    options_of.add_argument(
+        "--arguments", type=Path, help="write the arguments of packages, and nothing else"
     )
-    parser.add_argument("sources", type=Path, nargs="*", help="checkouts, or packages for --table")
-    parser.add_argument("--table", type=Path, help="write the names of packages, and nothing else")
-    parser.add_argument("--arguments", type=Path, help="write the arguments of packages, and nothing else")
-    parser.add_argument("--settings", type=Path, help="write settings of packages, and nothing else")
-    parser.add_argument("--output", type=Path, help="result file")
-    parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options_of.add_argument("--settings", type=Path, help="write settings of packages, and nothing else")
+    options_of.add_argument("--resolve", action="store_true", help=SUPPRESS)
+    options = options_of.parse_args()
+    from hexad.compat import megatron
+
     if options.resolve:
-        _resolve()
+        megatron.install()
+        answer()
         return
     tables = (
-        (options.table, HEAD, table),
+        (options.table, HEAD, names_table),
         (options.arguments, ARGUMENTS_HEAD, earlier_arguments),
         (options.settings, SETTINGS_HEAD, settings),
     )
@@ -243,14 +131,10 @@ def main() -> None:
         if path:
             path.write_text(head + "".join(line + "\n" for line in lines(options.sources)), encoding="utf-8")
             return
-    results = count(options.sources)
-    for name, number in list(results["lacking"].items())[:40]:
-        print(f"{number} files: {name}")
-    for source, numbers in results["repositories"].items():
-        print(f"{source}: {numbers['complete']} of {numbers['files']} files complete")
-    print(json.dumps({name: value for name, value in results.items() if isinstance(value, int)}, indent=1))
-    if options.output:
-        options.output.write_text(json.dumps({**facts(), **results}, indent=1) + "\n")
+    from hexad.compat.megatron.installed import CONSTANTS, MODULES, UNSUPPORTED
+
+    of_releases = (*CONSTANTS, *MODULES, *UNSUPPORTED)
+    print_counts(count(options.sources, SYSTEM, UsedNames([SYSTEM]), of_releases), options.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Every file of ``nemo/collections/llm/recipes`` is run as it is, that directory being importable,
 :func:`hexad.compat.nemo.install` in place of NeMo, and NeMo-Run itself. What ``pretrain_recipe()`` and
 ``finetune_recipe()`` return is built, and its settings are resolved for the ranks that it names, or on as
-many nodes as its layout needs. Tokenizers of the hub are left out. Nothing is trained.
+many nodes as its layout needs; they are compared with those of the recipe that Hexad's own table has by the
+same name. Tokenizers of the hub are left out. Nothing is trained.
 """
 
 import argparse
@@ -25,47 +26,60 @@ from facts import facts
 
 os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "NEMO_HOME": "/nonexistent"}
 RECIPES = Path("nemo/collections/llm/recipes")
+PACKAGE = "nemo.collections.llm.recipes"
 FUNCTIONS = ("pretrain_recipe", "finetune_recipe")
 
 
-def outcome(function: Any, directory: Path) -> dict[str, Any]:
-    """What became of one recipe, and why."""
+def settings_of(function: Any, directory: Path) -> tuple[dict[str, Any], Any]:
+    """The settings of a recipe, and its trainer."""
     import fiddle
 
     from hexad.compat.nemo.data import FineTuningDataModule, MockDataModule
     from hexad.compat.nemo.recipe import recipe_settings
+
+    recipe = function()
+    data = recipe.data
+    if getattr(data, "tokenizer", None) is not None:  # one of the hub: numbers of the same vocabulary
+        data.tokenizer = None
+    if data.__fn_or_cls__ is FineTuningDataModule:  # the lines are the user's: what there is of them
+        recipe.data = fiddle.Config(
+            MockDataModule, data.seq_length, None, data.micro_batch_size, data.global_batch_size
+        )
+    recipe.trainer.accelerator, recipe.trainer.callbacks = "cpu", []
+    recipe.log = None
+    strategy = recipe.trainer.strategy
+    axes = (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
+    needed = math.prod(getattr(strategy, axis, 1) or 1 for axis in axes)
+    recipe.trainer.num_nodes = max(recipe.trainer.num_nodes, -(-needed // recipe.trainer.devices))
+    parts = {name: fiddle.build(getattr(recipe, name)) for name in ("model", "data", "trainer", "optim")}
+    model, trainer = parts["model"], parts["trainer"]
+    parts["optim"].connect(model)
+    adapters = getattr(recipe, "peft", None)
+    model.model_transform = None if adapters is None else fiddle.build(adapters)
+    trainer.strategy.shard_as(model)
+    return recipe_settings(trainer, model, parts["data"], str(directory))[1], trainer
+
+
+def outcome(function: Any, own: Any, directory: Path) -> dict[str, Any]:
+    """What became of one recipe, and why; and whether Hexad's own has the same settings.
+
+    Args:
+        function: makes NeMo's recipe.
+        own: makes that of Hexad's table; None if there is none.
+    """
     from hexad.model.configuration import load_config
     from hexad.planning import resolve
     from hexad.topology.layout import Layout
 
     try:
-        recipe = function()
-        data = recipe.data
-        if getattr(data, "tokenizer", None) is not None:  # one of the hub: numbers of the same vocabulary
-            data.tokenizer = None
-        if data.__fn_or_cls__ is FineTuningDataModule:  # the lines are the user's: what there is of them
-            recipe.data = fiddle.Config(
-                MockDataModule, data.seq_length, None, data.micro_batch_size, data.global_batch_size
-            )
-        recipe.trainer.accelerator, recipe.trainer.callbacks = "cpu", []
-        recipe.log = None
-        strategy = recipe.trainer.strategy
-        axes = (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context"))
-        needed = math.prod(getattr(strategy, axis, 1) or 1 for axis in axes)
-        recipe.trainer.num_nodes = max(recipe.trainer.num_nodes, -(-needed // recipe.trainer.devices))
-        parts = {name: fiddle.build(getattr(recipe, name)) for name in ("model", "data", "trainer", "optim")}
-        model, trainer = parts["model"], parts["trainer"]
-        parts["optim"].connect(model)
-        adapters = getattr(recipe, "peft", None)
-        model.model_transform = None if adapters is None else fiddle.build(adapters)
-        trainer.strategy.shard_as(model)
-        tree = recipe_settings(trainer, model, parts["data"], str(directory))[1]
+        tree, trainer = settings_of(function, directory)
         config = load_config(tree)
         resolve(config, Layout.from_settings(config.parallel, trainer.world_size))
     except Exception as error:  # whatever a recipe raises
         return {"outcome": "refused", "why": _line(error)}
     degrees = {name: value for name, value in tree["parallel"].items() if value not in (1, False, 0, "even")}
-    return {"outcome": "accepted", "ranks": trainer.world_size, "parallel": degrees}
+    row = {"outcome": "accepted", "ranks": trainer.world_size, "parallel": degrees}
+    return row | ({} if own is None else {"own": settings_of(own, directory)[0] == tree})
 
 
 def _line(error: Exception) -> str:
@@ -83,7 +97,10 @@ def recipes(path: Path, directory: Path) -> dict[str, dict[str, Any]]:
         module = runpy.run_path(str(path))
     except Exception as error:
         return {f"{path.stem}: {name}": {"outcome": "refused", "why": _line(error)} for name in named}
-    return {f"{path.stem}: {name}": outcome(module[name], directory) for name in named}
+    from hexad.compat.nemo.recipe_table import ROWS
+
+    of_table = vars(sys.modules[f"{PACKAGE}.{path.stem}"]) if path.stem in ROWS else {}
+    return {f"{path.stem}: {name}": outcome(module[name], of_table.get(name), directory) for name in named}
 
 
 def main() -> None:
@@ -98,13 +115,12 @@ def main() -> None:
     import hexad.compat.nemo
 
     hexad.compat.nemo.install()
-    # Recipes import each other, and NeMo's tables of overlaps.
-    sys.modules["nemo.collections.llm.recipes"].__path__ = [str(options.checkout / RECIPES)]
     rows: dict[str, Any] = {}
     for path in sorted((options.checkout / RECIPES).glob("*.py")):
         for name, result in recipes(path, Path("runs/nemo-recipes")).items():
             rows[name] = result
-            print(f"{name}: {result['outcome']} {result.get('why', '')}", file=sys.stderr)
+            detail = result.get("why", "" if result.get("own", True) else "differs from Hexad's own")
+            print(f"{name}: {result['outcome']} {detail}", file=sys.stderr)
     git = ["git", "-C", str(options.checkout), "rev-parse", "HEAD"]
     commit = options.commit or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     result = facts() | {"recipes": rows, "dtype": f"NeMo {commit[:12]}, NeMo-Run {version('nemo_run')}"}

@@ -297,7 +297,9 @@ def nemo_recipes(results: dict[str, Any]) -> Iterator[str]:
             refused.setdefault(next(kinds, results["recipes"][name]["why"]), []).append(name)
     yield "| outcome | recipes | |"
     yield "|---|---|---|"
+    own = [row["own"] for row in results["recipes"].values() if "own" in row]
     yield f"| accepted | {len(accepted)} | {_files(accepted)} |"
+    yield f"| of them with the settings of Hexad's own recipe of that name | {sum(own)} of {len(own)} | |"
     for why, names in refused.items():
         yield f"| refused: {why} | {len(names)} | {_files(names)} |"
 

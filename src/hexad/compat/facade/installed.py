@@ -3,6 +3,7 @@ package that they look for, by Python's import and metadata protocols; and the r
 
 import runpy
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -57,10 +58,17 @@ def announce(name: str, version: str) -> None:
 
 
 class _Refused(type):
-    """The class of :func:`refused_name`: attributes are refused too, when they are used."""
+    """The class of :func:`refused_name`: attributes are refused too, when they are used. Whoever asks for the
+    signature is about to call it, perhaps in another process, where its name means nothing."""
 
     full: str
     why: str
+
+    @property
+    def __signature__(cls) -> Any:
+        if "full" not in vars(cls):  # a class of the script, which inherits from it
+            raise AttributeError("__signature__")
+        raise HexadError(f"{cls.full}: not supported: {cls.why}")
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
@@ -151,10 +159,13 @@ class _Collected:
 
 
 def _complete(package: ModuleType, system: str, name: str, value: Any) -> None:
-    """Add a name below the system, unless there is one."""
+    """Add a name below the system, unless there is one; a function hides a module of its name, which can be
+    imported all the same."""
     parent, _ = _parent(package, system, name)
     last = name.rpartition(".")[2]
-    if not hasattr(parent, last):
+    known = getattr(parent, last, None)
+    hidden = isinstance(known, ModuleType) and not known.__name__.startswith(package.__name__)
+    if hidden or not hasattr(parent, last):
         setattr(parent, last, value)
 
 
@@ -203,11 +214,14 @@ def run_script(
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The last line of a script, or of a library, that an error has passed; empty if there is none."""
+    """The last line of a script that an error has passed, or of a library where there is none of a script;
+    empty if there is neither."""
     package = str(Path(__file__).parents[2])
-    lines = [
-        f" ({Path(frame.filename).name}:{frame.lineno})"
+    passed = [
+        frame
         for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith((package, "<"))
+        if not frame.filename.startswith((package, "<")) and not frame.filename.endswith("runpy.py")
     ]
-    return lines[-1] if lines else ""
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    of_script = [frame for frame in passed if not frame.filename.startswith(libraries)]
+    return "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in (of_script or passed)[-1:])

@@ -146,6 +146,7 @@ class DistributedDataParallelConfig:
         overlap_grad_reduce, overlap_param_gather, align_param_gather, align_grad_reduce: without effect:
             reduction and gathering overlap in any case.
         check_for_nan_in_grad, check_for_large_grads, average_in_collective, fp8_param_gather: likewise.
+        others: of kernels, of buffers, and of Megatron-FSDP's own: likewise.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -161,3 +162,19 @@ class DistributedDataParallelConfig:
     average_in_collective: bool = False
     fp8_param_gather: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    use_megatron_fsdp: bool = False
+    use_custom_fsdp: bool = False
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    preserve_fp32_weights: bool = True
+    keep_fp8_transpose_cache: bool = False
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False

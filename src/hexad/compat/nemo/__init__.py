@@ -46,7 +46,13 @@ def install() -> None:
 
     from ..facade.installed import install as install_package
     from ..megatron import install as install_megatron
-    from .installed import UNSUPPORTED, where
+    from .installed import CONSTANTS, MODULES, NAMES, OF_LLM, UNSUPPORTED, has_nemo_run, where
 
     install_megatron()
-    install_package(sys.modules[__name__], "nemo", where(), UNSUPPORTED)
+    install_package(sys.modules[__name__], "nemo", where(), UNSUPPORTED, NAMES, MODULES, CONSTANTS)
+    for name, module in OF_LLM.items():
+        setattr(llm, name, sys.modules[f"nemo.{module}"])
+    if has_nemo_run():
+        from .model_recipes import add_modules
+
+        add_modules()

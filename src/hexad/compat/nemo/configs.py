@@ -6,87 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn import functional
 
-
-@dataclass
-class GPTConfig:
-    """A transformer under Megatron-Core's names; the default is GPT-2's kind.
-
-    Attributes:
-        num_layers, hidden_size, num_attention_heads, num_query_groups, kv_channels, ffn_hidden_size: sizes.
-        seq_length, max_position_embeddings: tokens of a sample, and of the longest one.
-        vocab_size: None: the tokenizer's.
-        normalization, activation_func, gated_linear_unit, position_embedding_type, add_bias_linear,
-            add_qkv_bias, qk_layernorm: together those of GPT-2, Llama, Qwen 2 or Qwen 3.
-        share_embeddings_and_output_weights: the head is the embedding.
-        layernorm_epsilon, init_method_std, hidden_dropout, attention_dropout: of the layers.
-        rotary_base, rotary_percent, window_size: of attention; the last (tokens to the left, 0).
-        recompute_granularity, recompute_method, recompute_num_layers, cp_comm_type: of the run.
-        num_moe_experts, mtp_num_layers: None.
-        tensor_model_parallel_size, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size,
-            context_parallel_size, sequence_parallel: those of the strategy, which sets them.
-        others: accepted without effect.
-    """
-
-    num_layers: int = 0
-    hidden_size: int = 0
-    num_attention_heads: int = 0
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    ffn_hidden_size: int | None = None
-    seq_length: int = 1024
-    max_position_embeddings: int | None = None
-    vocab_size: int | None = None
-    normalization: str = "LayerNorm"
-    activation_func: Callable[..., Any] = functional.gelu
-    gated_linear_unit: bool = False
-    position_embedding_type: str = "learned_absolute"
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    share_embeddings_and_output_weights: bool = True
-    layernorm_epsilon: float = 1e-5
-    init_method_std: float = 0.02
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    rotary_base: float = 10000
-    rotary_percent: float = 1.0
-    window_size: Sequence[int] | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    cp_comm_type: str | None = None
-    num_moe_experts: int | None = None
-    mtp_num_layers: int | None = None
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: int | None = None
-    context_parallel_size: int = 1
-    sequence_parallel: bool = False
-    make_vocab_size_divisible_by: int = 128
-    params_dtype: torch.dtype = torch.float32
-    bf16: bool = False
-    fp16: bool = False
-    bias_activation_fusion: bool = False
-    bias_dropout_fusion: bool = False
-    bias_dropout_add_fusion: bool = False
-    masked_softmax_fusion: bool = True
-    persist_layer_norm: bool = False
-    apply_rope_fusion: bool = False
-    cross_entropy_loss_fusion: bool = True
-    cross_entropy_fusion_impl: str = "native"
-    gradient_accumulation_fusion: bool = False
-    attention_softmax_in_fp32: bool = False
-    apply_query_key_layer_scaling: bool = False
-    deallocate_pipeline_outputs: bool = True
-    layernorm_zero_centered_gamma: bool = False
-    use_transformer_engine_full_layer_spec: bool = False
-    enable_cuda_graph: bool = False
-    transformer_layer_spec: Any = None
-    attention_backend: Any = None
-    tp_comm_overlap: bool = False
+from .gpt_config import GPTConfig
 
 
 @dataclass
@@ -109,6 +31,39 @@ class GPTConfig5B(GPTConfig):
     hidden_size: int = 4096
     ffn_hidden_size: int | None = 16384
     num_attention_heads: int = 32
+
+
+@dataclass
+class GPTConfig7B(GPTConfig):
+    """The 7B model of NeMo's GPT."""
+
+    seq_length: int = 2048
+    num_layers: int = 32
+    hidden_size: int = 4096
+    ffn_hidden_size: int | None = 10880
+    num_attention_heads: int = 32
+
+
+@dataclass
+class GPTConfig20B(GPTConfig):
+    """The 20B model of NeMo's GPT."""
+
+    seq_length: int = 2048
+    num_layers: int = 44
+    hidden_size: int = 6144
+    ffn_hidden_size: int | None = 24576
+    num_attention_heads: int = 48
+
+
+@dataclass
+class GPTConfig40B(GPTConfig):
+    """The 40B model of NeMo's GPT."""
+
+    seq_length: int = 2048
+    num_layers: int = 48
+    hidden_size: int = 8192
+    ffn_hidden_size: int | None = 32768
+    num_attention_heads: int = 64
 
 
 @dataclass
@@ -171,6 +126,40 @@ class Llama2Config70B(LlamaConfig):
     num_attention_heads: int = 64
     num_query_groups: int | None = 8
     ffn_hidden_size: int | None = 28672
+
+
+@dataclass
+class CodeLlamaConfig7B(Llama2Config7B):
+    """Code Llama 7B."""
+
+    rotary_base: float = 1_000_000
+    seq_length: int = 16384
+
+
+@dataclass
+class CodeLlamaConfig13B(Llama2Config13B):
+    """Code Llama 13B."""
+
+    rotary_base: float = 1_000_000
+    seq_length: int = 16384
+
+
+@dataclass
+class CodeLlamaConfig34B(LlamaConfig):
+    """Code Llama 34B."""
+
+    num_layers: int = 48
+    hidden_size: int = 8192
+    num_attention_heads: int = 64
+    num_query_groups: int | None = 8
+    ffn_hidden_size: int | None = 22016
+    rotary_base: float = 1_000_000
+    seq_length: int = 16384
+
+
+@dataclass
+class CodeLlamaConfig70B(Llama2Config70B):
+    """Code Llama 70B."""
 
 
 @dataclass

@@ -20,6 +20,8 @@ from hexad.dataset.sidecar import idx_path
 from .sampler import MegatronDataSampler
 from .tokenizers import TokenizerSpec
 
+_NO_EFFECT = ("pad_to_max_length", "return_cu_seqlen")
+"""Keys of ``dataset_kwargs``."""
 _PATIENCE = 3600.0
 """Seconds to wait for another process that builds the same data."""
 
@@ -65,6 +67,7 @@ class PackedSequenceSpecs:
     packed_val_data_path: str | None = None
     packed_metadata_path: str | None = None
     pad_cu_seqlens: bool = False
+    packed_data_path: str | None = None
 
 
 class PreTrainingDataModule(TextDataModule):
@@ -204,7 +207,8 @@ class FineTuningDataModule(TextDataModule):
         seed: of the order of samples.
         packed_sequence_specs, memmap_workers, num_workers, pin_memory, persistent_workers: accepted without
             effect: samples are packed in any case, and Hexad's loader reads the data.
-        dataset_kwargs: None.
+        pad_to_max_length: accepted without effect: samples are complete.
+        dataset_kwargs: ``pad_to_max_length`` and ``return_cu_seqlen``, without effect.
     """
 
     _keys: tuple[str, ...] = ("input", "output")
@@ -224,8 +228,10 @@ class FineTuningDataModule(TextDataModule):
         persistent_workers: bool = False,
         packed_sequence_specs: Any = None,
         dataset_kwargs: Mapping[str, Any] | None = None,
+        pad_to_max_length: bool = False,
     ) -> None:
-        _refuse(type(self).__name__, dataset_kwargs=dataset_kwargs or None)
+        further = {key: value for key, value in (dataset_kwargs or {}).items() if key not in _NO_EFFECT}
+        _refuse(type(self).__name__, dataset_kwargs=further or None)
         sampler = MegatronDataSampler(seq_length, micro_batch_size, global_batch_size, rampup_batch_size)
         self.dataset_root = Path(dataset_root)
         if not (self.dataset_root / "training.jsonl").is_file():
@@ -252,9 +258,14 @@ class FineTuningDataModule(TextDataModule):
             if self._file(name).is_file():
                 with self._file(name).open("rb") as file:
                     digest = file_digest(file, "sha256")
-                digest.update(tokenizer.encode())
+                digest.update(tokenizer.encode() + (self._template or "").encode())
                 prefixes[name] = f"{directory}/data/{name}-{digest.hexdigest()[:12]}"
         return prefixes
+
+    @property
+    def _template(self) -> str | None:
+        """A chat template in place of the tokenizer's own."""
+        return None
 
     def _file(self, name: str) -> Path:
         return self.dataset_root / f"{name}.jsonl"
@@ -267,7 +278,12 @@ class FineTuningDataModule(TextDataModule):
             records = path.with_suffix(".jsonl")
             with records.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(record) + "\n" for record in self._records(source))
-            build([str(records)], prefix, tokenizer, workers=1)
+            template = None
+            if self._template is not None:
+                template = path.with_suffix(".jinja")
+                template.write_text(self._template, encoding="utf-8")
+            named = None if template is None else str(template)
+            build([str(records)], prefix, tokenizer, workers=1, chat_template=named)
 
         written_once(path, lambda: path.is_file() or None, write, _PATIENCE)
 
@@ -298,6 +314,10 @@ class ChatDataModule(FineTuningDataModule):
 
     def __init__(self, *given: Any, use_hf_tokenizer_chat_template: bool = True, **others: Any) -> None:
         super().__init__(*given, **others)
+
+    @property
+    def _template(self) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.chat_template
 
     def _record(self, line: Mapping[str, Any]) -> dict[str, Any]:
         if "messages" in line:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
@@ -21,9 +24,19 @@ from ..facade import world
 from .models import GPTModel
 from .recipe import configure, weights_of
 
+log = logging.getLogger("hexad")
+
 
 class Trainer(pl.Trainer):
-    """Lightning's trainer, which gives a language model the settings of its recipe."""
+    """Lightning's trainer, which gives a language model the settings of its recipe. A trainer of GPUs trains
+    on the CPU of a host without one, which is logged."""
+
+    @wraps(pl.Trainer.__init__)  # type: ignore[misc]
+    def __init__(self, *given: Any, **named: Any) -> None:
+        if named.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
+            log.warning("Trainer: found no GPU for accelerator=%r: the CPU trains", named["accelerator"])
+            named["accelerator"] = "cpu"
+        super().__init__(*given, **named)
 
     def fit(
         self,
@@ -237,6 +250,10 @@ class AutoResume:
         resume_if_exists: resume the last checkpoint of the experiment.
         resume_past_end: accepted without effect: a run that is complete ends at once.
         resume_ignore_no_checkpoint: begin anew where there is none; otherwise that is an error.
+        adapter_path: None.
+
+    Raises:
+        HexadError: an adapter's path.
     """
 
     restore_config: RestoreConfig | None = None
@@ -245,6 +262,14 @@ class AutoResume:
     resume_if_exists: bool = False
     resume_past_end: bool = False
     resume_ignore_no_checkpoint: bool = False
+    adapter_path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.adapter_path is not None:
+            raise HexadError(
+                f"AutoResume: found adapter_path={self.adapter_path!r}; pass resume_from_path, of a "
+                "checkpoint with adapters"
+            )
 
     def setup(self, trainer: pl.Trainer, model: Any = None) -> None:
         """Give trainer and model what is to be loaded.

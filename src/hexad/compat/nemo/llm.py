@@ -21,6 +21,7 @@ from hexad.config.hub import PREFIX, local
 from hexad.planning import resolve
 from hexad.topology.layout import Layout
 
+from ..facade import world
 from ..megatron.installed import check_arguments
 from . import models as peft
 from .data import ChatDataModule, FineTuningDataModule, MockDataModule, PreTrainingDataModule
@@ -28,7 +29,8 @@ from .experiment import AutoResume, NeMoLogger, Trainer
 from .models import *  # noqa: F403
 from .models import GPTConfig, GPTModel, LoRA
 from .optim import OptimizerModule
-from .recipe import models_directory, weights_of
+from .places import models_directory
+from .recipe import weights_of
 from .tokenizers import AutoTokenizer, TokenizerSpec
 
 __all__ = [
@@ -81,12 +83,7 @@ def train(
     model = _model(model)
     place = _set_up(model, trainer, log, resume, optim)
     _set_tokenizer(model, data, tokenizer)
-    if model_transform is not None:
-        if not isinstance(model, GPTModel):
-            raise HexadError(
-                f"model_transform: found with a {type(model).__name__}; it is for an llm.GPTModel"
-            )
-        model.model_transform = model_transform
+    _set_transform(model, model_transform)
     trainer.fit(model, datamodule=data)
     return place
 
@@ -126,11 +123,13 @@ def validate(
     resume: AutoResume | None = None,
     optim: OptimizerModule | None = None,
     tokenizer: TokenizerSpec | str | None = None,
+    model_transform: LoRA | None = None,
 ) -> Path:
     """Evaluate a model; see :func:`train`."""
     model = _model(model)
     place = _set_up(model, trainer, log, resume, optim)
     _set_tokenizer(model, data, tokenizer)
+    _set_transform(model, model_transform)
     trainer.validate(model, datamodule=data)
     return place
 
@@ -183,6 +182,15 @@ def _set_tokenizer(model: Any, data: Any, tokenizer: TokenizerSpec | str | None)
         model.tokenizer = data.tokenizer = tokenizer
 
 
+def _set_transform(model: Any, transform: LoRA | None) -> None:
+    """Give a model adapters."""
+    if transform is None:
+        return
+    if not isinstance(model, GPTModel):
+        raise HexadError(f"model_transform: found with a {type(model).__name__}; it is for an llm.GPTModel")
+    model.model_transform = transform
+
+
 def import_ckpt(
     model: pl.LightningModule, source: str, output_path: str | Path | None = None, overwrite: bool = False
 ) -> Path:
@@ -208,7 +216,12 @@ def import_ckpt(
 
 
 def export_ckpt(
-    path: str | Path, target: str, output_path: str | Path | None = None, overwrite: bool = False
+    path: str | Path,
+    target: str,
+    output_path: str | Path | None = None,
+    overwrite: bool = False,
+    load_connector: Any = None,
+    modelopt_export_kwargs: Any = None,
 ) -> Path:
     """Write a checkpoint as a Hugging Face model; returns its directory.
 
@@ -217,6 +230,7 @@ def export_ckpt(
         target: ``hf``.
         output_path: the directory to write; by default ``hf`` in the checkpoint's.
         overwrite: replace it.
+        load_connector, modelopt_export_kwargs: accepted without effect.
 
     Raises:
         HexadError: it cannot be read or written.
@@ -275,4 +289,5 @@ def generate(
         seed=1234 if random_seed is None else random_seed,
         overrides=[*layout, f"inference.sequences={max_batch_size}"],
     )
+    world.join()  # the generator has left it, and scripts ask for their rank
     return [result.text for result in results] if text_only else results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,7 @@ class GPTModel(HexadModule):
         optim: of the training; by default AdamW with the rate 1e-4.
         tokenizer: of the data, unless a data module has its own.
         model_transform: adapters.
+        model_context_managers: none.
 
     Attributes:
         family: ``model.family``; None: the one that ``config`` describes.
@@ -115,8 +116,13 @@ class GPTModel(HexadModule):
         optim: OptimizerModule | None = None,
         tokenizer: TokenizerSpec | None = None,
         model_transform: LoRA | None = None,
+        model_context_managers: Sequence[Any] | None = None,
     ) -> None:
         super().__init__({})
+        if model_context_managers:
+            raise HexadError(
+                f"{type(self).__name__}: found model_context_managers; they are not supported: leave them out"
+            )
         if not isinstance(config, GPTConfig):
             raise HexadError(
                 f"{type(self).__name__}: found config={type(config).__name__}, expected a GPTConfig, such as "

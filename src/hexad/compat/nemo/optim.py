@@ -125,7 +125,14 @@ class WarmupAnnealingScheduler(LRSchedulerModule):
 
 
 class OptimizerModule:
-    """The base class of optimizer modules."""
+    """The base class of optimizer modules.
+
+    Args:
+        lr_scheduler: the schedule of learning rates.
+    """
+
+    def __init__(self, lr_scheduler: LRSchedulerModule | None = None) -> None:
+        self.lr_scheduler = lr_scheduler
 
 
 class MegatronOptimizerModule(OptimizerModule):

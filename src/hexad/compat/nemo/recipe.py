@@ -16,10 +16,12 @@ from hexad.model.configuration import load_config
 
 from ..megatron.arguments import derive, parse
 from ..megatron.translate import LineTranslation, translated
-from .configs import GPTConfig, Llama31Config
+from .configs import Llama31Config
 from .data import TextDataModule
+from .gpt_config import GPTConfig, further_settings
 from .models import GPTModel, activation
 from .optim import MegatronOptimizerModule
+from .places import models_directory
 from .strategy import MegatronMixedPrecision, MegatronStrategy
 
 _SAME = """
@@ -143,6 +145,7 @@ def _model(arguments: Namespace, config: GPTConfig) -> None:
             raise HexadError(
                 f"GPTConfig.{name}: found {getattr(config, name)}; it is not supported yet: use None"
             )
+    vars(arguments).update(further_settings(config))
     vars(arguments).update({name: getattr(config, name) for name in _SAME})
     arguments.swiglu = activation(config) == "silu"
     arguments.norm_epsilon = config.layernorm_epsilon
@@ -255,9 +258,3 @@ def weights_of(path: str) -> str:
             f"megatron:{place}/weights --to DIR --model run.yaml' and name DIR"
         )
     return f"hf:{place}" if (place / "config.json").is_file() else str(place)
-
-
-def models_directory() -> Path:
-    """Where imported models are: ``$NEMO_HOME/models``, by default below the cache of the user."""
-    home = os.environ.get("NEMO_HOME", os.path.join(os.path.expanduser("~"), ".cache", "nemo"))
-    return Path(os.environ.get("NEMO_MODELS_CACHE", os.path.join(home, "models")))

@@ -6,9 +6,8 @@ from datetime import timedelta
 from typing import Any
 
 import nemo_run as run
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-
-from hexad.config import HexadError
 
 from ..megatron.settings import OptimizerConfig
 from .callbacks import TimingCallback
@@ -16,6 +15,7 @@ from .data import FineTuningDataModule
 from .experiment import AutoResume, ModelCheckpoint, NeMoLogger, RestoreConfig, Trainer
 from .llm import finetune
 from .optim import CosineAnnealingScheduler, MegatronOptimizerModule
+from .places import datasets_directory
 from .strategy import MegatronMixedPrecision, MegatronStrategy
 
 
@@ -100,7 +100,8 @@ def default_finetune_recipe(
     packed_sequence: bool = False,
     tokenizer: Any = "model",
 ) -> Any:
-    """A recipe of ``llm.finetune``; set ``recipe.data.dataset_root``, or ``recipe.data``."""
+    """A recipe of ``llm.finetune``; set ``recipe.data.dataset_root``, or ``recipe.data``: by default the
+    directory in which NeMo keeps SQuAD."""
     strategy = run.Config(
         MegatronStrategy,
         tensor_model_parallel_size=1,
@@ -128,7 +129,13 @@ def default_finetune_recipe(
         finetune,
         model=model,
         trainer=trainer,
-        data=run.Config(FineTuningDataModule, seq_length=2048, global_batch_size=128, micro_batch_size=1),
+        data=run.Config(
+            FineTuningDataModule,
+            dataset_root=str(datasets_directory() / "squad"),
+            seq_length=2048,
+            global_batch_size=128,
+            micro_batch_size=1,
+        ),
         log=default_log(dir, name, tensorboard_logger(name)),
         optim=distributed_fused_adam_with_cosine_annealing(
             max_lr=1e-4, min_lr=0, warmup_steps=50, adam_beta2=0.98
@@ -145,18 +152,66 @@ def bf16_mixed() -> Any:
 
 def fp16_mixed() -> Any:
     """Products in fp16."""
-    return run.Config(MegatronMixedPrecision, precision="16-mixed")
+    return run.Config(MegatronMixedPrecision, precision="16-mixed", grad_reduce_in_fp32=False)
+
+
+def _fp8(precision: Any, recipe: str, layers_in_bf16: int = 0) -> Any:
+    """Products in fp8, scaled as a recipe of Transformer Engine says; Hexad has one way of scaling.
+
+    Args:
+        precision: the other format.
+        recipe: its name, without effect.
+        layers_in_bf16: first and last ones, which are refused.
+    """
+    precision.fp8, precision.fp8_recipe = "hybrid", recipe
+    if layers_in_bf16:
+        precision.first_last_layers_bf16 = True
+        precision.num_layers_at_start_in_bf16 = precision.num_layers_at_end_in_bf16 = layers_in_bf16
+    return precision
 
 
 def bf16_with_fp8_mixed() -> Any:
     """Products in fp8."""
-    return run.Config(MegatronMixedPrecision, precision="bf16-mixed", fp8="hybrid", fp8_recipe="delayed")
+    return _fp8(bf16_mixed(), "delayed")
+
+
+def bf16_with_mxfp8_mixed() -> Any:
+    """Products in fp8."""
+    return _fp8(bf16_mixed(), "mxfp8")
+
+
+def bf16_with_fp8_current_scaling_mixed() -> Any:
+    """Products in fp8, without those of the first and last layer, which is refused unless
+    ``first_last_layers_bf16`` is set to False."""
+    return _fp8(bf16_mixed(), "tensorwise", 1)
+
+
+def nemotron_h_bf16_with_fp8_current_scaling_mixed() -> Any:
+    """As :func:`bf16_with_fp8_current_scaling_mixed`, of two layers."""
+    return _fp8(bf16_mixed(), "tensorwise", 2)
+
+
+def nanov2_bf16_with_fp8_current_scaling_mixed() -> Any:
+    """As :func:`bf16_with_fp8_current_scaling_mixed`, of two layers."""
+    return _fp8(bf16_mixed(), "blockwise", 2)
+
+
+def bf16_with_fp8_subchannel_scaling_mixed() -> Any:
+    """Products in fp8."""
+    return _fp8(bf16_mixed(), "blockwise")
 
 
 def fp16_with_fp8_mixed() -> Any:
-    """Refused: products in fp8 need bf16.
+    """Products in fp8 with fp16, which is refused when it is used: fp8 needs bf16."""
+    return _fp8(fp16_mixed(), "delayed")
 
-    Raises:
-        HexadError: always.
-    """
-    raise HexadError("fp16_with_fp8_mixed: fp8 needs bf16; use bf16_with_fp8_mixed")
+
+fp16_with_mxfp8_mixed = fp16_with_fp8_mixed
+fp16_with_fp8_current_scaling_mixed = fp16_with_fp8_mixed
+fp16_with_fp8_subchannel_scaling_mixed = fp16_with_fp8_mixed
+
+
+def torchrun(devices: int | None = None) -> Any:
+    """An executor that starts ranks on this host by torchrun; by default one for each GPU, or one."""
+    ranks = torch.cuda.device_count() if devices is None else devices
+    return run.Config(run.LocalExecutor, ntasks_per_node=ranks or 1, launcher="torchrun", env_vars={})

@@ -36,7 +36,7 @@ ckpt_torch_dist_multiproc ckpt_assume_constant_structure ckpt_parallel_save ckpt
 ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness
 setup_optimizers replace_progress_bar progress_interval megatron_log_level nccl_communicator_config_path
 use_gloo_process_groups gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion
-ckpt_type ckpt_include_optimizer static_graph
+ckpt_type ckpt_include_optimizer static_graph store_optimizer_states
 """
 _ONLY = {
     "moe_extended_tp": False,
@@ -89,7 +89,7 @@ class MegatronStrategy(HexadStrategy):
         virtual_pipeline_model_parallel_size: int | None = None,
         context_parallel_size: int = 1,
         sequence_parallel: bool = False,
-        expert_model_parallel_size: int = 1,
+        expert_model_parallel_size: int | None = 1,
         microbatch_group_size_per_vp_stage: int | None = None,
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
@@ -134,7 +134,7 @@ class MegatronStrategy(HexadStrategy):
             virtual_pipeline_model_parallel_size=virtual or 1,
             context_parallel_size=context_parallel_size,
             sequence_parallel=sequence_parallel and tensor_model_parallel_size > 1,
-            expert_model_parallel_size=expert_model_parallel_size,
+            expert_model_parallel_size=expert_model_parallel_size or 1,
             zero=self._zero(None),
             replicas=instances if instances > 1 else None,
             schedule=schedule or ("interleaved" if virtual and virtual > 1 else None),
@@ -373,18 +373,12 @@ class MegatronMixedPrecision(Precision):
         **others: Any,
     ) -> None:
         ignored = "params_dtype pipeline_dtype autocast_dtype autocast_enabled fp8_recipe fp8_margin "
-        ignored += "fp8_amax_history_len fp8_amax_compute_algo fp8_params fp8_param_gather fp4_recipe"
+        ignored += "fp8_amax_history_len fp8_amax_compute_algo fp8_params fp8_param_gather fp4_recipe "
+        ignored += "reuse_grad_buf_for_mxfp8_param_ag num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
         only = dict.fromkeys(
-            (
-                "first_last_layers_bf16",
-                "fp8_dot_product_attention",
-                "fp8_multi_head_attention",
-                "reuse_grad_buf_for_mxfp8_param_ag",
-            ),
-            False,
+            ("first_last_layers_bf16", "fp8_dot_product_attention", "fp8_multi_head_attention"), False
         )
-        layers = dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0)
-        check_arguments("MegatronMixedPrecision", others, ignored, "fp4", **only, **layers)
+        check_arguments("MegatronMixedPrecision", others, ignored, "fp4", **only)
         names = {"bf16": "bf16", "16": "fp16", "fp16": "fp16", "32": "fp32", "fp32": "fp32"}
         dtype = names.get(str(precision).removesuffix("-mixed").removesuffix("-true"))
         if dtype is None or (fp8 is not None and (fp8 != "hybrid" or dtype != "bf16")):

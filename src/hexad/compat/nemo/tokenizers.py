@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 
 from ..megatron.data import write_gpt2_tokenizer
@@ -19,10 +19,14 @@ class TokenizerSpec:
 
     Args:
         flags: attributes of Megatron-LM's flags that name it.
+
+    Attributes:
+        chat_template: in place of its own.
     """
 
     def __init__(self, flags: dict[str, Any]) -> None:
         self.flags = flags
+        self.chat_template: str | None = None
 
     @cached_property
     def backend(self) -> Tokenizer:
@@ -59,15 +63,37 @@ class AutoTokenizer(TokenizerSpec):
 
     Args:
         pretrained_model_name: a directory, or a model's name on the hub.
+        chat_template: of ``ChatDataModule``, in place of its own.
         others: accepted without effect.
     """
 
-    def __init__(self, pretrained_model_name: str, **others: Any) -> None:
+    def __init__(
+        self, pretrained_model_name: str, *, chat_template: str | None = None, **others: Any
+    ) -> None:
         name = str(pretrained_model_name)
         known = Path(name).exists() or name == "byte" or name.startswith("hf:")
         super().__init__(
             {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": name if known else f"hf:{name}"}
         )
+        self.chat_template = chat_template
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """That of ``transformers``, for scripts that ask it.
+
+        Raises:
+            HexadError: ``transformers`` is not installed, or has none.
+        """
+        name = self.flags["tokenizer_model"].removeprefix("hf:")
+        try:
+            from transformers import AutoTokenizer as Published
+
+            found = Published.from_pretrained(name)
+        except (ImportError, OSError, ValueError) as error:
+            raise HexadError(f"AutoTokenizer.tokenizer: {name}: {one_line(error)}") from None
+        if self.chat_template is not None:
+            found.chat_template = self.chat_template
+        return found
 
 
 class SentencePieceTokenizer(TokenizerSpec):
@@ -82,21 +108,54 @@ class SentencePieceTokenizer(TokenizerSpec):
         super().__init__({"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(model_path)})
 
 
+class NullTokenizer(TokenizerSpec):
+    """Numbers in place of a tokenizer's ids; the last one ends a document.
+
+    Args:
+        vocab_size: without that one.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__({"tokenizer_type": "NullTokenizer", "vocab_size": int(vocab_size)})
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids."""
+        return int(self.flags["vocab_size"]) + 1
+
+    @property
+    def eos_id(self) -> int:
+        """The id of the end of a document."""
+        return int(self.flags["vocab_size"])
+
+    eod = eos_id
+
+    def text_to_ids(self, text: str) -> list[int]:
+        """The numbers in a text."""
+        return [int(word) for word in text.split()]
+
+    def ids_to_text(self, ids: Iterable[int]) -> str:
+        """The numbers as a text."""
+        return " ".join(map(str, ids))
+
+
 def get_nmt_tokenizer(
     library: str = "sentencepiece",
     model_name: str | None = None,
     tokenizer_model: str | None = None,
     vocab_file: str | None = None,
     merges_file: str | None = None,
+    vocab_size: int | None = None,
     **others: Any,
 ) -> TokenizerSpec:
-    """A tokenizer by its library: ``sentencepiece``, ``huggingface``, or ``megatron`` for GPT-2's.
+    """A tokenizer by its library: ``sentencepiece``, ``huggingface``, ``megatron`` for GPT-2's, or ``null``.
 
     Args:
         library: as above.
         model_name: with ``huggingface``; ``GPT2BPETokenizer`` with ``megatron``.
         tokenizer_model: file of ``sentencepiece``.
         vocab_file, merges_file: of GPT-2's.
+        vocab_size: with ``null``, see :class:`NullTokenizer`.
         others: accepted without effect.
 
     Raises:
@@ -104,6 +163,8 @@ def get_nmt_tokenizer(
     """
     if library == "huggingface" and model_name:
         return AutoTokenizer(model_name)
+    if library == "null" and vocab_size is not None:
+        return NullTokenizer(vocab_size)
     if library == "sentencepiece" and tokenizer_model:
         return SentencePieceTokenizer(tokenizer_model)
     if library == "megatron" and model_name == "GPT2BPETokenizer" and vocab_file and merges_file:
@@ -116,11 +177,13 @@ def get_nmt_tokenizer(
     )
 
 
-def get_tokenizer(tokenizer_name: str, tokenizer_model: str | None = None, **others: Any) -> TokenizerSpec:
+def get_tokenizer(
+    tokenizer_name: str, tokenizer_model: str | None = None, chat_template: str | None = None, **others: Any
+) -> TokenizerSpec:
     """A tokenizer by the name of a model or directory; ``sentencepiece`` with ``tokenizer_model``."""
     if tokenizer_name == "sentencepiece":
         return get_nmt_tokenizer("sentencepiece", tokenizer_model=tokenizer_model)
     if tokenizer_name.startswith("megatron"):
         names = {"vocab_file": others.get("vocab_file"), "merges_file": others.get("merges_file")}
         return get_nmt_tokenizer("megatron", "GPT2BPETokenizer", **names)
-    return AutoTokenizer(tokenizer_name)
+    return AutoTokenizer(tokenizer_name, chat_template=chat_template)

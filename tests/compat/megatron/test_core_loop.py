@@ -327,8 +327,35 @@ def _accumulated() -> None:
         torch.testing.assert_close(torch.cat([p.grad.flatten() for p in plain.parameters()]), once)
 
 
+def _discarded() -> None:
+    """Gradients in another format than the parameters', of which the script discards some."""
+    settings = {**CONFIG, "num_layers": 1, "params_dtype": torch.bfloat16, "bf16": True}
+    with World():
+        model_parallel_cuda_manual_seed(3)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        model = distributed.DistributedDataParallel(None, ddp, build(settings))
+        parameters: list[Any] = list(model.parameters())
+
+        def gradients() -> list[torch.Tensor]:
+            model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
+            model.finish_grad_sync()
+            return [parameter.main_grad.clone() for parameter in parameters]
+
+        once = gradients()
+        assert once[0].dtype == torch.float32
+        optimizers = [torch.optim.SGD(half, lr=0.0) for half in (parameters[::2], parameters[1::2])]
+        for to_none in (True, False):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            torch.testing.assert_close(gradients(), once)
+            optimizers[0].zero_grad(set_to_none=to_none)
+            twice = [(1 + number % 2) * gradient for number, gradient in enumerate(once)]
+            torch.testing.assert_close(gradients(), twice)
+
+
 def test_gradients_add_up_until_they_are_discarded(pool: Pool) -> None:
     pool.run(1, _accumulated)
+    pool.run(1, _discarded)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

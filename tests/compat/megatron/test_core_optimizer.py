@@ -140,6 +140,10 @@ def _refused() -> None:
         model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
         with pytest.raises(HexadError, match="call finalize_model_grads"):
             optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(HexadError, match="found no gradients since zero_grad"):
+            optimizer.step()
+        model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
         model.finish_grad_sync()
         optimizer.param_groups[0]["lr"] = None
         with pytest.raises(HexadError, match=r"OptimizerConfig.lr: found None"):

@@ -118,11 +118,15 @@ class MegatronOptimizer:
         the norm before clipping, and None for the number of zeros.
 
         Raises:
-            HexadError: gradients that have not been reduced, or no learning rate.
+            HexadError: no gradients, or some that have not been reduced; no learning rate.
         """
         if any(chunk.accumulating for chunk in self.model_chunks):
             raise HexadError(
                 "optimizer.step: found gradients that are not reduced; call finalize_model_grads"
+            )
+        if not all(chunk.has_gradients for chunk in self.model_chunks):
+            raise HexadError(
+                "optimizer.step: found no gradients since zero_grad; run forward and backward passes before"
             )
         group = self.param_groups[0]
         lr, decay = group["lr"], group["weight_decay"]

@@ -176,15 +176,35 @@ class DistributedDataParallel(Wrapper):
         after which buckets are reduced; None: of any number, reduced by :meth:`finish_grad_sync`."""
         if self.accumulating:
             return
-        members = [declared.parameter for bucket in self.buckets for declared in bucket.members]
-        discarded = self._hands_over and all(parameter.grad is None for parameter in members)
-        keeps = self._finished and not self._discards and not discarded
-        self._before = [bucket.gradient.clone() for bucket in self.buckets] if keeps else None
+        self._before = self._kept() if self.has_gradients else None
         self.accumulating, self._discards = True, False
-        for parameter in members:
-            parameter.grad = None
+        for bucket in self.buckets:
+            for declared in bucket.members:
+                declared.parameter.grad = None
         overlaps = getattr(self.ddp_config, "overlap_grad_reduce", False)
         self.gradients.begin(passes if overlaps else None)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are reduced gradients, which :meth:`zero_grad_buffer` has not discarded."""
+        return self._finished and not self.accumulating and not self._discards
+
+    @torch.no_grad()
+    def _kept(self) -> list[Tensor] | None:
+        """The gradients of each bucket, zero where the script has discarded those of a parameter; None if it
+        has discarded all."""
+        members = [declared.parameter for bucket in self.buckets for declared in bucket.members]
+        if self._hands_over and all(parameter.grad is None for parameter in members):
+            return None
+        kept = [bucket.gradient.clone() for bucket in self.buckets]
+        for bucket, values in zip(self.buckets, kept) if self._hands_over else ():
+            for declared, view in zip(bucket.members, bucket.views(values)):
+                gradient = declared.parameter.grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient.dtype != view.dtype:  # a copy, perhaps zeroed in place
+                    view.copy_(torch.where(gradient.any(), view, 0.0))
+        return kept
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and hand them to the parameters; all ranks together. A gradient

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -401,6 +402,55 @@ def test_settings_that_hexad_lacks_are_refused(pool: Pool) -> None:
     wanted += ["found max_sequence_length None", "found a GPTModel; wrap it in DistributedDataParallel"]
     assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
     assert all("\n" not in message for message in messages)
+
+
+STEPS_REFUSED: list[tuple[Any, str]] = [
+    (lambda loss: loss.mean(), "loss function: found a tensor of shape []; return (loss, reported) or"),
+    (lambda loss: None, "loss function: found None"),
+    (lambda loss: (loss.mean(),), "loss function: found a tuple of 1"),
+    (lambda loss: (loss.sum(), 1, 1, {}), "loss function: found a tuple of 4"),
+    (lambda loss: (loss, {}), f"loss function: found a tensor of shape [{BATCH}, {S}] as loss"),
+    (lambda loss: (1.0, {}), "loss function: found a float as loss"),
+    (lambda loss: (loss.mean().detach(), {}), "loss function: found a loss without a gradient"),
+    (None, "forward_step: found None as loss function"),
+]
+
+
+def _steps_refused() -> list[str]:
+    messages = []
+    with World():
+        model = build(CONFIG)
+        config = transformer.TransformerConfig(**CONFIG, calculate_per_token_loss=True)
+
+        def step(result: Any) -> None:
+            forward_backward(
+                forward_step_func=lambda rows, stage: result(stage),
+                data_iterator=iter(()),
+                model=model,
+                num_microbatches=1,
+            )
+
+        losses = partial(model, tokens()[:, :-1], None, None, labels=tokens()[:, 1:])
+        for call in (
+            *(partial(step, lambda _, loss=loss: (losses(), loss)) for loss, _ in STEPS_REFUSED),
+            lambda: step(lambda _: losses()),
+            lambda: distributed.DistributedDataParallel(config, None, model),
+            lambda: distributed.DistributedDataParallel(None, None, None),  # type: ignore[arg-type]
+            lambda: distributed.finalize_model_grads(model),
+            lambda: distributed.finalize_model_grads([]),
+        ):
+            with pytest.raises(HexadError) as error:
+                call()
+            messages.append(str(error.value))
+    return messages
+
+
+def test_steps_of_another_form_are_refused(pool: Pool) -> None:
+    (messages,) = pool.run(1, _steps_refused)
+    wanted = [message for _, message in STEPS_REFUSED]
+    wanted += [f"forward_step: found a tensor of shape [{BATCH}, {S}]; return", "calculate_per_token_loss"]
+    wanted += ["found None; pass a module", "found a GPTModel; pass a list", "found none; pass a list"]
+    assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
 
 
 def dataset_config(**more: Any) -> dict[str, Any]:

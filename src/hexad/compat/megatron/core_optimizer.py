@@ -17,7 +17,7 @@ from hexad.parallel.data.buckets import Bucket, BufferPool
 from hexad.parallel.data.gatherer import ParameterGatherer
 
 from .dist_checkpointing import ShardedTensor
-from .distributed import DistributedDataParallel, shardings
+from .distributed import DistributedDataParallel, shardings, wrapped_chunks
 from .installed import check_arguments
 
 _CLIP_EPSILON = 1e-6
@@ -41,18 +41,14 @@ def get_megatron_optimizer(
     ignored = "use_gloo_process_groups pg_collection dump_param_to_param_group_map"
     absent = "config_overrides no_weight_decay_cond scale_lr_cond"
     check_arguments("get_megatron_optimizer", others, ignored, absent, lr_mult=1.0)
-    for chunk in model_chunks:
-        if not isinstance(chunk, DistributedDataParallel):
-            raise HexadError(
-                f"get_megatron_optimizer: found a {type(chunk).__name__}; wrap it in DistributedDataParallel"
-            )
+    chunks = wrapped_chunks("get_megatron_optimizer", model_chunks)
     for name, value in {"optimizer": "adam", "fp16": False, "decoupled_lr": None}.items():
         found = getattr(config, name, value)
         if found != value:
             raise HexadError(
                 f"OptimizerConfig.{name}: found {found}, which is not supported here; use {value}"
             )
-    return MegatronOptimizer(config, list(model_chunks))
+    return MegatronOptimizer(config, chunks)
 
 
 class MegatronOptimizer:

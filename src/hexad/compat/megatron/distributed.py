@@ -123,6 +123,10 @@ class DistributedDataParallel(Wrapper):
     ) -> None:
         super().__init__()
         check_arguments("DistributedDataParallel", others, "pg_collection data_parallel_group param_indices")
+        if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+            kind = "None" if module is None else f"a {type(module).__name__}"
+            raise HexadError(f"DistributedDataParallel: found {kind}; pass a module that is not wrapped")
+        check_averaged(config)
         self.config, self.module = config, module
         self.ddp_config = ddp_config or DistributedDataParallelConfig()
         self.mesh = parallel_state.get_mesh()
@@ -282,12 +286,38 @@ def finalize_model_grads(model: Sequence[Any], num_tokens: Any = None, *_: Any, 
         raise HexadError(
             "finalize_model_grads: found num_tokens; losses are averaged over microbatches: leave it out"
         )
+    for chunk in wrapped_chunks("finalize_model_grads", model):
+        chunk.finish_grad_sync()
+
+
+def wrapped_chunks(function: str, model: Any) -> list[DistributedDataParallel]:
+    """This rank's stages, which a function has been called with.
+
+    Raises:
+        HexadError: no list of stages, or a module that is not wrapped.
+    """
+    if not isinstance(model, list | tuple) or not model:
+        kind = "none" if isinstance(model, list | tuple) else f"a {type(model).__name__}"
+        raise HexadError(f"{function}: found {kind}; pass a list of this rank's stages")
     for chunk in model:
         if not isinstance(chunk, DistributedDataParallel):
             raise HexadError(
-                f"finalize_model_grads: found a {type(chunk).__name__}; wrap it in DistributedDataParallel"
+                f"{function}: found a {type(chunk).__name__}; wrap it in DistributedDataParallel"
             )
-        chunk.finish_grad_sync()
+    return list(model)
+
+
+def check_averaged(config: Any) -> None:
+    """Refuse a configuration whose losses are not averaged over microbatches and data ranks.
+
+    Raises:
+        HexadError: ``calculate_per_token_loss``.
+    """
+    if getattr(config, "calculate_per_token_loss", False):
+        raise HexadError(
+            "TransformerConfig.calculate_per_token_loss: found True; losses are averaged over microbatches: "
+            "leave it out"
+        )
 
 
 def unwrapped(model: Any) -> Any:

@@ -373,6 +373,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"init_method": torch.nn.init.ones_}, "TransformerConfig.init_method: found function"),
     ({"softmax_type": "off-by-one"}, "TransformerConfig.softmax_type: found off-by-one"),
     ({"num_layers": None}, "TransformerConfig.num_layers: is missing"),
+    ({"num_query_groups": 3}, "TransformerConfig.num_query_groups: found 3, which does not divide"),
+    ({"softmax_scale": -1.0}, "TransformerConfig.softmax_scale: found -1.0, expected greater than 0"),
+    ({"window_size": 4}, "TransformerConfig.window_size: found 4, expected (LEFT, 0)"),
+    ({"bf16": True}, "TransformerConfig.params_dtype: found torch.float64 with bf16; use torch.bfloat16"),
+    ({"fp16": True}, "TransformerConfig.params_dtype: found torch.float64 with fp16; use torch.float16"),
 ]
 
 

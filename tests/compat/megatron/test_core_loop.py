@@ -439,6 +439,8 @@ def _steps_refused() -> list[str]:
         for call in (
             *(partial(step, lambda _, loss=loss: (losses(), loss)) for loss, _ in STEPS_REFUSED),
             lambda: step(lambda _: losses()),
+            lambda: model(torch.zeros(1, S + 1, dtype=torch.long)),
+            lambda: model(torch.zeros(S, dtype=torch.long)),
             lambda: distributed.DistributedDataParallel(config, None, model),
             lambda: distributed.DistributedDataParallel(None, None, None),  # type: ignore[arg-type]
             lambda: distributed.finalize_model_grads(model),
@@ -453,7 +455,9 @@ def _steps_refused() -> list[str]:
 def test_steps_of_another_form_are_refused(pool: Pool) -> None:
     (messages,) = pool.run(1, _steps_refused)
     wanted = [message for _, message in STEPS_REFUSED]
-    wanted += [f"forward_step: found a tensor of shape [{BATCH}, {S}]; return", "calculate_per_token_loss"]
+    wanted += [f"forward_step: found a tensor of shape [{BATCH}, {S}]; return"]
+    wanted += ["found sequences of 17 tokens, but max_sequence_length is 16", "found shape [16], expected"]
+    wanted += ["calculate_per_token_loss"]
     wanted += ["found None; pass a module", "found a GPTModel; pass a list", "found none; pass a list"]
     assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
 

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,6 +421,42 @@ STEPS_REFUSED: list[tuple[Any, str]] = [
     (lambda loss: (loss.mean().detach(), {}), "loss function: found a loss without a gradient"),
     (None, "forward_step: found None as loss function"),
 ]
+
+
+@dataclass
+class _MoreSettings(transformer.TransformerConfig):  # type: ignore[misc]
+    """Settings of a script's own."""
+
+    depth: int = field(kw_only=True)
+    name: str = "mine"
+
+
+def _configured() -> None:
+    with World():
+        config = _MoreSettings(**CONFIG, depth=3)
+        assert (config.depth, config.name, config.kv_channels, config.num_query_groups) == (3, "mine", 16, 4)
+        assert replace(config, hidden_size=32, depth=4).depth == 4
+        assert GPTModel(config, None, VOCAB, S).config is config
+
+
+def test_configurations_are_dataclasses(pool: Pool) -> None:
+    config = transformer.TransformerConfig(**SIZES)
+    assert (config.activation_func, config.params_dtype) == (F.gelu, torch.float32)
+    assert config.add_bias_linear and config.perform_initialization and config.layernorm_epsilon == 1e-5
+    assert replace(config, num_layers=3).num_layers == 3 and asdict(config)["ffn_hidden_size"] == 256
+    assert deepcopy(config).hidden_size == 64 and "num_layers=2" in repr(config)
+    with pytest.raises(AttributeError, match="Megatron-Core has no such setting"):
+        _ = config.spam
+    pool.run(1, _configured)
+
+
+@pytest.mark.slow
+def test_defaults_of_settings_are_megatron_cores() -> None:
+    core: Any = pytest.importorskip("megatron.core.transformer").TransformerConfig
+    ours, literals = transformer.TransformerConfig(), bool | int | float | str | torch.dtype
+    wanted = {f.name: f.default for f in fields(core) if isinstance(f.default, literals)}
+    different = {name for name, value in wanted.items() if getattr(ours, name) != value}
+    assert len(wanted) > 150 and different <= {"min_offloaded_tensor_size", "attention_backend"}, different
 
 
 def _steps_refused() -> list[str]:

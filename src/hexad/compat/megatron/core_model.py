@@ -133,8 +133,9 @@ def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh)
 
 def _check_names(config: Any) -> None:
     """Refuse settings that Megatron-Core does not have and no class of the script's own adds."""
+    own = getattr(type(config), "__dataclass_fields__", {})
     for name in vars(config):
-        if name not in SETTINGS and not hasattr(type(config), name):
+        if name not in SETTINGS and name not in own and not hasattr(type(config), name):
             raise HexadError(
                 f"TransformerConfig: found {name}, which Megatron-Core does not have"
                 f"{did_you_mean(name, SETTINGS)}; leave it out"
@@ -237,7 +238,8 @@ def _overrides(config: Any) -> list[str]:
     for name, half in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if getattr(config, name, False) and dtype != half:
             raise ConfigError(
-                "TransformerConfig.params_dtype", f"found {dtype} with {name}; use {half}, or leave out {name}"
+                "TransformerConfig.params_dtype",
+                f"found {dtype} with {name}; use {half}, or leave out {name}",
             )
     overrides = [f"precision.dtype={_DTYPES[dtype]}"]
     scale = getattr(config, "softmax_scale", None)

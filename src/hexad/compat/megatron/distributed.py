@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hexad.comm import broadcast
+from hexad.comm import all_reduce, broadcast
 from hexad.config import HexadError
 from hexad.engine.modules import placed
 from hexad.model.transformer import Transformer
@@ -25,7 +25,7 @@ from hexad.topology.mesh import Mesh
 
 from . import parallel_state
 from .installed import check_arguments
-from .settings import DistributedDataParallelConfig
+from .settings import DistributedDataParallelConfig, check_reduction
 
 _BUCKET = 40_000_000
 """Megatron-Core's default of a bucket's parameters."""
@@ -127,6 +127,7 @@ class DistributedDataParallel(Wrapper):
             kind = "None" if module is None else f"a {type(module).__name__}"
             raise HexadError(f"DistributedDataParallel: found {kind}; pass a module that is not wrapped")
         check_averaged(config)
+        check_reduction(ddp_config)
         self.config, self.module = config, module
         self.ddp_config = ddp_config or DistributedDataParallelConfig()
         self.mesh = parallel_state.get_mesh()
@@ -215,10 +216,27 @@ class DistributedDataParallel(Wrapper):
         that nothing contributed to is zero."""
         self.expect(None)
         self.gradients.finish()
+        if getattr(self.ddp_config, "check_for_nan_in_grad", False):
+            self._check_finite()
         for before, bucket in zip(self._before or (), self.buckets):
             bucket.gradient.add_(before)
         self._before, self.accumulating, self._finished = None, False, True
         self._hand_over()
+
+    def _check_finite(self) -> None:
+        """Refuse gradients that are not finite on any rank, on all of them.
+
+        Raises:
+            HexadError: there are some.
+        """
+        norms = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        for bucket in self.buckets:
+            norms += bucket.gradient.norm()
+        if all_reduce((~norms.isfinite()).double(), self.mesh.world, "max").item():
+            raise HexadError(
+                "DistributedDataParallelConfig.check_for_nan_in_grad: found gradients that are not finite; "
+                "look for a too high learning rate, or leave the setting out"
+            )
 
     def _hand_over(self) -> None:
         """Give the parameters their gradients, unless these are sharded."""

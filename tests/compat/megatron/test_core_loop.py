@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +292,36 @@ def test_directories_that_hold_something_else_are_refused(pool: Pool, tmp_path: 
     (messages,) = pool.run(1, _refused_directories, str(tmp_path))
     words = ("own holds other files", "hexad checkpoint import --from megatron:", "none: found no checkpoint")
     assert all(word in message for word, message in zip(words, messages, strict=True)), messages
+
+
+def _wrong_shards(directory: str) -> tuple[list[str], str]:
+    """Messages about sharded tensors that do not fit, and what is printed of values that differ."""
+    messages, rank, shard = [], dist.get_rank(), torch.ones(2, 3)
+    with World():
+        part, save = ShardedTensor.from_rank_offsets, dist_checkpointing.save
+        for call in (
+            lambda: part("a", shard, (0, 2, 2)),
+            lambda: part("a", shard, (2, 0, 2)),
+            lambda: save({"a": part("a", shard)}, f"{directory}/twice"),
+            lambda: save({"a": part("a", shard, (0, 0, 2), replica_id=rank)}, f"{directory}/gap"),
+        ):
+            with pytest.raises(HexadError) as error:
+                call()
+            messages.append(str(error.value))
+        own = {"scale": shard * rank, "same": shard, "list": [1, rank], **({"more": 1} if rank else {})}
+        with redirect_stderr(StringIO()) as printed:
+            save({"own": own, "step": 3}, f"{directory}/own")
+        assert dist_checkpointing.load({}, f"{directory}/own")["own"]["list"] == [1, 0]
+    return messages, printed.getvalue()
+
+
+def test_shards_that_do_not_fit_and_values_that_differ(pool: Pool, tmp_path: Path) -> None:
+    (messages, printed), (others, silent) = pool.run(2, _wrong_shards, str(tmp_path))
+    wanted = ["a: found part 2 of 2 along dim 0", "a: found part 0 of 2 along dim 2"]
+    wanted += ["found 12 values, expected 6; every", "found 6 values, expected 12; every"]
+    assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
+    assert messages == others and silent == ""
+    assert "found other values of own.list.1, own.more, own.scale on other ranks" in printed
 
 
 def _accumulated() -> None:

@@ -184,3 +184,37 @@ def test_steps_of_another_form_are_refused(pool: Pool) -> None:
     wanted += ["ddp_config: found a mapping"]
     wanted += ["found None; pass a module", "found a GPTModel; pass a list", "found none; pass a list"]
     assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
+
+
+def _odd_sequences(degrees: dict[str, int]) -> str:
+    with World(**degrees):
+        model = build({**CONFIG, "sequence_parallel": True})
+        with pytest.raises(HexadError) as error:
+            forward_backward(
+                forward_step_func=lambda rows, stage: (stage(tokens()[:1, :15]), None),
+                data_iterator=iter(()),
+                model=model,
+                num_microbatches=1,
+                **({"seq_length": 15, "micro_batch_size": 1} if degrees.get("pipeline") else {}),  # type: ignore[arg-type]
+            )
+        return str(error.value)
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}])
+def test_sequences_that_do_not_divide_are_refused_on_all_ranks(pool: Pool, degrees: dict[str, int]) -> None:
+    messages = set(pool.run(2 * degrees.get("pipeline", 1), _odd_sequences, degrees))
+    assert (
+        len(messages) == 1 and "found microbatches of 15 tokens, which do not divide by 2" in messages.pop()
+    )
+
+
+def _seeded() -> list[float]:
+    """Sums of parameters of a model on a rank with a seed of its own."""
+    with World():
+        model_parallel_cuda_manual_seed(3 + dist.get_rank())
+        return [float(parameter.sum()) for parameter in build(CONFIG).parameters()]
+
+
+def test_ranks_with_other_seeds_have_the_first_ones_values(pool: Pool) -> None:
+    one, other = pool.run(2, _seeded)
+    assert one == other

@@ -154,6 +154,9 @@ class Chunks:
         """Run the passes of one step: 1F1B, or interleaved with several stages per rank. Gradients are means
         over microbatches; they are added up where the modules have them."""
         check_averaged(self.settings)
+        module = unwrapped(next(iter(self.stages.values())))
+        if isinstance(module, GPTModel) and None not in shape:
+            module.check_tokens(shape[0] * shape[1])  # type: ignore[operator]  # before any rank waits
         schedule = self._schedule(microbatches, forward_only)
         if not forward_only:
             for stage in self.stages.values():

@@ -126,7 +126,8 @@ def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh)
     # Of a run: the model does not depend on them.
     namespace.micro_batch_size, namespace.train_iters, namespace.lr = 1, 1, 1e-4
     seed = model_seed()
-    namespace.seed = from_first(torch.initial_seed, mesh.world) % 2**63 if seed is None else seed
+    # The first rank's: scripts seed ranks differently, or only some of them.
+    namespace.seed = from_first(lambda: torch.initial_seed() if seed is None else seed, mesh.world) % 2**63
     derive(namespace, mesh.layout.world)
     return namespace
 

@@ -296,6 +296,19 @@ class GPTModel(Transformer):
         self.passes += 1
         return DropoutKey(self.seed, self.passes, self._data_rank * len(tokens))
 
+    def check_tokens(self, count: int) -> None:
+        """Refuse a microbatch of a number of tokens that sequence parallel cannot shard.
+
+        Raises:
+            HexadError: it does not divide by the tensor ranks.
+        """
+        ranks = self.shard.tensor.size
+        if self.shard.sequence and count % ranks:
+            raise HexadError(
+                f"TransformerConfig.sequence_parallel: found microbatches of {count} tokens, which do not "
+                f"divide by {ranks} tensor ranks; change the sequence length or the micro batch size"
+            )
+
     def _check(self, tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None) -> None:
         if tokens.dim() != 2:
             raise HexadError(f"input_ids: found shape {list(tokens.shape)}, expected [batch, sequence]")
@@ -305,6 +318,7 @@ class GPTModel(Transformer):
                 f"input_ids: found sequences of {tokens.shape[1]} tokens, but max_sequence_length is {most}; "
                 "make it larger, or the sequences shorter"
             )
+        self.check_tokens(tokens.numel())
         if self._checked:
             return
         self._checked = True

@@ -59,7 +59,11 @@ SETTINGS_HEAD = """\
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal; None for any other expression."""
+    """The value of a literal, or of the ``default`` of a dataclass's ``field``; None for any other
+    expression."""
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "field":
+        defaults = [keyword.value for keyword in node.keywords if keyword.arg == "default"]
+        return _literal(defaults[0]) if defaults else None
     try:
         return ast.literal_eval(node)
     except ValueError:

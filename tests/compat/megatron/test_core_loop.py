@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -292,6 +294,36 @@ def test_directories_that_hold_something_else_are_refused(pool: Pool, tmp_path: 
     assert all(word in message for word, message in zip(words, messages, strict=True)), messages
 
 
+def _wrong_shards(directory: str) -> tuple[list[str], str]:
+    """Messages about sharded tensors that do not fit, and what is printed of values that differ."""
+    messages, rank, shard = [], dist.get_rank(), torch.ones(2, 3)
+    with World():
+        part, save = ShardedTensor.from_rank_offsets, dist_checkpointing.save
+        for call in (
+            lambda: part("a", shard, (0, 2, 2)),
+            lambda: part("a", shard, (2, 0, 2)),
+            lambda: save({"a": part("a", shard)}, f"{directory}/twice"),
+            lambda: save({"a": part("a", shard, (0, 0, 2), replica_id=rank)}, f"{directory}/gap"),
+        ):
+            with pytest.raises(HexadError) as error:
+                call()
+            messages.append(str(error.value))
+        own = {"scale": shard * rank, "same": shard, "list": [1, rank], **({"more": 1} if rank else {})}
+        with redirect_stderr(StringIO()) as printed:
+            save({"own": own, "step": 3}, f"{directory}/own")
+        assert dist_checkpointing.load({}, f"{directory}/own")["own"]["list"] == [1, 0]
+    return messages, printed.getvalue()
+
+
+def test_shards_that_do_not_fit_and_values_that_differ(pool: Pool, tmp_path: Path) -> None:
+    (messages, printed), (others, silent) = pool.run(2, _wrong_shards, str(tmp_path))
+    wanted = ["a: found part 2 of 2 along dim 0", "a: found part 0 of 2 along dim 2"]
+    wanted += ["found 12 values, expected 6; every", "found 6 values, expected 12; every"]
+    assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
+    assert messages == others and silent == ""
+    assert "found other values of own.list.1, own.more, own.scale on other ranks" in printed
+
+
 def _accumulated() -> None:
     """Gradients add up as the script's ``zero_grad`` says."""
     with World():
@@ -327,53 +359,35 @@ def _accumulated() -> None:
         torch.testing.assert_close(torch.cat([p.grad.flatten() for p in plain.parameters()]), once)
 
 
+def _discarded() -> None:
+    """Gradients in another format than the parameters', of which the script discards some."""
+    settings = {**CONFIG, "num_layers": 1, "params_dtype": torch.bfloat16, "bf16": True}
+    with World():
+        model_parallel_cuda_manual_seed(3)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        model = distributed.DistributedDataParallel(None, ddp, build(settings))
+        parameters: list[Any] = list(model.parameters())
+
+        def gradients() -> list[torch.Tensor]:
+            model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
+            model.finish_grad_sync()
+            return [parameter.main_grad.clone() for parameter in parameters]
+
+        once = gradients()
+        assert once[0].dtype == torch.float32
+        optimizers = [torch.optim.SGD(half, lr=0.0) for half in (parameters[::2], parameters[1::2])]
+        for to_none in (True, False):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            torch.testing.assert_close(gradients(), once)
+            optimizers[0].zero_grad(set_to_none=to_none)
+            twice = [(1 + number % 2) * gradient for number, gradient in enumerate(once)]
+            torch.testing.assert_close(gradients(), twice)
+
+
 def test_gradients_add_up_until_they_are_discarded(pool: Pool) -> None:
     pool.run(1, _accumulated)
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"num_moe_experts": 4}, "TransformerConfig.num_moe_experts: found 4"),
-    ({"multi_latent_attention": True}, "TransformerConfig.multi_latent_attention: found True"),
-    (
-        {"hidden_sizes": 4},
-        "found hidden_sizes, which Megatron-Core does not have (did you mean 'hidden_size'?)",
-    ),
-    ({"activation_func": F.relu}, "TransformerConfig.activation_func: found relu without gated_linear_unit"),
-    ({"normalization": "RMSNorm"}, "TransformerConfig.normalization: found RMSNorm: the flags fit neither"),
-    ({"tensor_model_parallel_size": 4}, "found 4, but parallel_state has 1"),
-    ({"params_dtype": torch.int8}, "TransformerConfig.params_dtype: found torch.int8"),
-    ({"init_method": torch.nn.init.ones_}, "TransformerConfig.init_method: found function"),
-    ({"softmax_type": "off-by-one"}, "TransformerConfig.softmax_type: found off-by-one"),
-    ({"num_layers": None}, "TransformerConfig.num_layers: is missing"),
-]
-
-
-def _refused() -> list[str]:
-    messages = []
-    with World():
-        for more, _ in WRONG:
-            with pytest.raises(HexadError) as error:
-                build({**CONFIG, **more})
-            messages.append(str(error.value))
-        for call in (
-            lambda: GPTModel(vocab_size=100, max_sequence_length=8),
-            lambda: GPTModel(transformer.TransformerConfig(**CONFIG), max_sequence_length=8),
-            lambda: GPTModel(transformer.TransformerConfig(**CONFIG), vocab_size=100),
-            lambda: distributed.finalize_model_grads([build(CONFIG)]),
-        ):
-            with pytest.raises(HexadError) as error:
-                call()
-            messages.append(str(error.value))
-    return messages
-
-
-def test_settings_that_hexad_lacks_are_refused(pool: Pool) -> None:
-    (messages,) = pool.run(1, _refused)
-    wanted = [message for _, message in WRONG]
-    wanted += ["pass a TransformerConfig, or call initialize_megatron", "found vocab_size None"]
-    wanted += ["found max_sequence_length None", "found a GPTModel; wrap it in DistributedDataParallel"]
-    assert [m for m, part in zip(messages, wanted, strict=True) if part not in m] == []
-    assert all("\n" not in message for message in messages)
+    pool.run(1, _discarded)
 
 
 def dataset_config(**more: Any) -> dict[str, Any]:

@@ -131,6 +131,25 @@ def _refused() -> None:
             (OptimizerConfig(optimizer="sgd"), "OptimizerConfig.optimizer: found sgd"),
             (OptimizerConfig(fp16=True), "OptimizerConfig.fp16: found True"),
             (OptimizerConfig(decoupled_lr=1.0), "OptimizerConfig.decoupled_lr: found 1.0"),
+            (
+                OptimizerConfig(optimizer_cpu_offload=True),
+                "OptimizerConfig.optimizer_cpu_offload: found True",
+            ),
+            (
+                OptimizerConfig(decoupled_weight_decay=False),
+                "decoupled_weight_decay: found False, .* use True",
+            ),
+            (
+                OptimizerConfig(exp_avg_dtype=torch.bfloat16),
+                "exp_avg_dtype: found torch.bfloat16, .*float32",
+            ),
+            (
+                OptimizerConfig(apply_wd_to_qk_layernorm=True),
+                "OptimizerConfig.apply_wd_to_qk_layernorm: found",
+            ),
+            (OptimizerConfig(clip_grad=-1.0), "OptimizerConfig.clip_grad: found -1.0, expected greater than"),
+            (OptimizerConfig(adam_beta2=1.5), "OptimizerConfig.adam_beta2: found 1.5, expected less than 1"),
+            (OptimizerConfig(adam_eps=0.0), "OptimizerConfig.adam_eps: found 0.0, expected greater than 0"),
         ):
             with pytest.raises(HexadError, match=words):
                 get_megatron_optimizer(other, [model])
@@ -140,9 +159,16 @@ def _refused() -> None:
         model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
         with pytest.raises(HexadError, match="call finalize_model_grads"):
             optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(HexadError, match="found no gradients since zero_grad"):
+            optimizer.step()
+        model(tokens()[:, :-1], None, None, labels=tokens()[:, 1:]).mean().backward()
         model.finish_grad_sync()
         optimizer.param_groups[0]["lr"] = None
         with pytest.raises(HexadError, match=r"OptimizerConfig.lr: found None"):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = -1.0
+        with pytest.raises(HexadError, match=r"OptimizerConfig.lr: found -1.0"):
             optimizer.step()
         with torch.no_grad():
             parameter = next(model.parameters())
@@ -211,9 +237,33 @@ def test_schedules() -> None:
         {"min_lr": 2.0},
         {"lr_warmup_steps": 12},
         {"lr_decay_style": "WSD"},
+        {"end_wd": 0.05, "wd_incr_style": "linear"},
+        {"end_wd": 0.2},
+        {"wd_incr_style": "cosine", "wd_incr_steps": 0},
+        {"override_opt_param_scheduler": True},
     ):
         with pytest.raises(HexadError, match="OptimizerParamScheduler: found"):
             rates_of(OptimizerParamScheduler, **{"lr_decay_style": "linear", "lr_warmup_steps": 1, **wrong})
+
+
+def test_schedules_of_checkpoints() -> None:
+    """Those of the checkpoint, of the script, or equal ones."""
+
+    def resumed(rate: float, **options: Any) -> float:
+        optimizer = SimpleNamespace(param_groups=[{}])
+        settings = {**DEFAULTS, "lr_decay_style": "linear", "lr_warmup_steps": 0}
+        saved = OptimizerParamScheduler(optimizer, **settings)
+        saved.step(6)
+        schedule = OptimizerParamScheduler(optimizer, **{**settings, "max_lr": rate}, **options)
+        schedule.load_state_dict(saved.state_dict())
+        return float(optimizer.param_groups[0]["lr"])
+
+    own = {"use_checkpoint_opt_param_scheduler": False}
+    assert resumed(2.0) == pytest.approx(0.55)
+    assert resumed(2.0, **own, override_opt_param_scheduler=True) == pytest.approx(1.05)
+    assert resumed(1.0, **own) == pytest.approx(0.55)
+    with pytest.raises(HexadError, match=r"found max_lr 2.0, but 1.0 in the checkpoint"):
+        resumed(2.0, **own)
 
 
 def _half() -> None:

@@ -21,7 +21,7 @@ from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
-from .distributed import DistributedDataParallel, unwrapped
+from .distributed import DistributedDataParallel, check_averaged, unwrapped
 from .gpt import GPTModel
 
 LossFunction = Callable[[Tensor], tuple[Any, ...]]
@@ -58,15 +58,47 @@ def _compute(
     if inputs is not None or hasattr(module, "set_input_tensor"):
         module.set_input_tensor(inputs)
     number = numbers[stage]
-    output, loss_function = step.forward(step.iterators.get(number), stage)
+    returned = step.forward(step.iterators.get(number), stage)
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise HexadError(f"forward_step: found {_kind(returned)}; return (output, loss function)")
+    output, loss_function = returned
     if number != last:
         return output
-    loss, *counted, reported = loss_function(output)
+    if not callable(loss_function):
+        raise HexadError(f"forward_step: found {_kind(loss_function)} as loss function; return a function")
+    loss, counted, reported = _loss_of(loss_function(output))
     step.reported.append(reported)
-    step.sums.append((loss.detach(), counted[0] if counted else 1.0))
+    step.sums.append((loss.detach(), 1.0 if counted is None else counted))
     # As Megatron-Core: a microbatch where nothing counts has the loss 0.
-    result: Tensor = loss / torch.as_tensor(counted[0]).clamp(min=1) if counted else loss
-    return result
+    return loss if counted is None else loss / torch.as_tensor(counted).clamp(min=1)
+
+
+def _loss_of(returned: Any) -> tuple[Tensor, Any, Any]:
+    """The loss, what it is divided by (None: nothing), and what is reported, of a loss function's result.
+
+    Raises:
+        HexadError: a result of another form, which has no gradient or several elements.
+    """
+    forms = "return (loss, reported) or (sum, count, reported), with a loss of one element"
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        raise HexadError(f"loss function: found {_kind(returned)}; {forms}")
+    loss, *counted, reported = returned
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise HexadError(f"loss function: found {_kind(loss)} as loss; {forms}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise HexadError(
+            "loss function: found a loss without a gradient; return it before detach() or item()"
+        )
+    return loss, counted[0] if counted else None, reported
+
+
+def _kind(value: Any) -> str:
+    """What a function has returned, for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 _MEMORY: WeakKeyDictionary[nn.Module, MessageBuffers] = WeakKeyDictionary()
@@ -121,11 +153,10 @@ class Chunks:
     def run(self, step: Step, microbatches: int, shape: Shape, forward_only: bool) -> None:
         """Run the passes of one step: 1F1B, or interleaved with several stages per rank. Gradients are means
         over microbatches; they are added up where the modules have them."""
-        if getattr(self.settings, "calculate_per_token_loss", False):
-            raise HexadError(
-                "TransformerConfig.calculate_per_token_loss: found True; losses are averaged over "
-                "microbatches: leave it out"
-            )
+        check_averaged(self.settings)
+        module = unwrapped(next(iter(self.stages.values())))
+        if isinstance(module, GPTModel) and None not in shape:
+            module.check_tokens(shape[0] * shape[1])  # type: ignore[operator]  # before any rank waits
         schedule = self._schedule(microbatches, forward_only)
         if not forward_only:
             for stage in self.stages.values():

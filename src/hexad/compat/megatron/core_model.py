@@ -57,6 +57,8 @@ _DEGREES = {
     "context_parallel_size": "context",
 }
 """Settings that the mesh decides; 1, Megatron-Core's default: any."""
+_SCALE = "model.attention_multiplier"
+"""Hexad's setting for ``softmax_scale``, for which there is no flag."""
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "GELU": functional.gelu,
@@ -124,15 +126,17 @@ def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh)
     # Of a run: the model does not depend on them.
     namespace.micro_batch_size, namespace.train_iters, namespace.lr = 1, 1, 1e-4
     seed = model_seed()
-    namespace.seed = from_first(torch.initial_seed, mesh.world) % 2**63 if seed is None else seed
+    # The first rank's: scripts seed ranks differently, or only some of them.
+    namespace.seed = from_first(lambda: torch.initial_seed() if seed is None else seed, mesh.world) % 2**63
     derive(namespace, mesh.layout.world)
     return namespace
 
 
 def _check_names(config: Any) -> None:
     """Refuse settings that Megatron-Core does not have and no class of the script's own adds."""
+    own = getattr(type(config), "__dataclass_fields__", {})
     for name in vars(config):
-        if name not in SETTINGS and not hasattr(type(config), name):
+        if name not in SETTINGS and name not in own and not hasattr(type(config), name):
             raise HexadError(
                 f"TransformerConfig: found {name}, which Megatron-Core does not have"
                 f"{did_you_mean(name, SETTINGS)}; leave it out"
@@ -174,6 +178,8 @@ def _architecture(namespace: Namespace, config: Any, spec: Any, arguments: Mappi
         _note("TransformerConfig.activation_func: GELU is computed by its tanh approximation")
     namespace.untie_embeddings_and_output_weights = not arguments["share_embeddings_and_output_weights"]
     window = getattr(config, "window_size", None)
+    if not (window is None or isinstance(window, tuple | list)):
+        raise ConfigError("TransformerConfig.window_size", f"found {_text(window)}, expected (LEFT, 0)")
     namespace.window_size = None if window is None else ",".join(map(str, window))
     for name, attribute in _POSITIONS.items():
         if arguments[name] is not None:
@@ -230,9 +236,15 @@ def _overrides(config: Any) -> list[str]:
         raise ConfigError(
             "TransformerConfig.params_dtype", f"found {dtype}; use {', '.join(map(str, _DTYPES))}"
         )
+    for name, half in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if getattr(config, name, False) and dtype != half:
+            raise ConfigError(
+                "TransformerConfig.params_dtype",
+                f"found {dtype} with {name}; use {half}, or leave out {name}",
+            )
     overrides = [f"precision.dtype={_DTYPES[dtype]}"]
     scale = getattr(config, "softmax_scale", None)
-    return overrides if scale is None else [*overrides, f"model.attention_multiplier={scale}"]
+    return overrides if scale is None else [*overrides, f"{_SCALE}={scale}"]
 
 
 def _vocab(size: Any, mesh: Mesh) -> int:
@@ -251,12 +263,13 @@ def _naming_settings() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        if error.field == _SCALE:
+            raise ConfigError("TransformerConfig.softmax_scale", error.problem) from None
         names = {attribute: name for name, attribute in _ATTRIBUTES.items()}
-        flag = FLAGS.get(error.field) or next(
-            (flag for flag in FLAGS.values() if flag.target == error.field), None
-        )
-        if flag is None:
+        flags = [flag for flag in FLAGS.values() if flag.target == error.field]
+        flags = [FLAGS[error.field]] if error.field in FLAGS else flags
+        found = [names.get(flag.attribute, flag.attribute) for flag in flags]
+        if not found:
             raise
-        name = names.get(flag.attribute, flag.attribute)
-        place = "TransformerConfig" if name in SETTINGS else "GPTModel"
-        raise ConfigError(f"{place}.{name}", error.problem) from None
+        settings = [f"TransformerConfig.{name}" for name in found if name in SETTINGS]
+        raise ConfigError((settings or [f"GPTModel.{found[0]}"])[0], error.problem) from None

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from hexad.config import HexadError
+from hexad.config import ConfigError, HexadError
+from hexad.config.load import Wording
 from hexad.config.schema import OptimizerSettings
 from hexad.optim.optimizer import AdamW, BucketOptimizer
 from hexad.optim.schedule import Rates
@@ -17,8 +19,9 @@ from hexad.parallel.data.buckets import Bucket, BufferPool
 from hexad.parallel.data.gatherer import ParameterGatherer
 
 from .dist_checkpointing import ShardedTensor
-from .distributed import DistributedDataParallel, shardings
+from .distributed import DistributedDataParallel, shardings, wrapped_chunks
 from .installed import check_arguments
+from .settings import check_update
 
 _CLIP_EPSILON = 1e-6
 """What Megatron-Core adds to the norm."""
@@ -41,18 +44,46 @@ def get_megatron_optimizer(
     ignored = "use_gloo_process_groups pg_collection dump_param_to_param_group_map"
     absent = "config_overrides no_weight_decay_cond scale_lr_cond"
     check_arguments("get_megatron_optimizer", others, ignored, absent, lr_mult=1.0)
-    for chunk in model_chunks:
-        if not isinstance(chunk, DistributedDataParallel):
-            raise HexadError(
-                f"get_megatron_optimizer: found a {type(chunk).__name__}; wrap it in DistributedDataParallel"
-            )
-    for name, value in {"optimizer": "adam", "fp16": False, "decoupled_lr": None}.items():
+    chunks = wrapped_chunks("get_megatron_optimizer", model_chunks)
+    check_update(config)
+    here = {"optimizer": "adam", "fp16": False, "decoupled_lr": None, "optimizer_cpu_offload": False}
+    for name, value in here.items():
         found = getattr(config, name, value)
         if found != value:
             raise HexadError(
                 f"OptimizerConfig.{name}: found {found}, which is not supported here; use {value}"
             )
-    return MegatronOptimizer(config, list(model_chunks))
+    return MegatronOptimizer(config, chunks)
+
+
+_NAMES = {
+    "betas[0]": "adam_beta1",
+    "betas[1]": "adam_beta2",
+    "eps": "adam_eps",
+    "weight_decay": "weight_decay",
+    "clip": "clip_grad",
+}
+"""Setting of Hexad's -> of ``OptimizerConfig``."""
+
+
+def _settings_of(config: Any) -> OptimizerSettings:
+    """The settings of AdamW.
+
+    Raises:
+        ConfigError: a value that is out of range.
+    """
+    try:
+        return OptimizerSettings(
+            lr=1.0,  # not used: steps have the rate of the group
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            clip=config.clip_grad,
+        )
+    except ValidationError as error:
+        problem = Wording().readable(error, OptimizerSettings)
+        name = _NAMES.get(problem.field, problem.field)
+        raise ConfigError(f"OptimizerConfig.{name}", problem.problem) from None
 
 
 class MegatronOptimizer:
@@ -67,6 +98,7 @@ class MegatronOptimizer:
     """
 
     def __init__(self, config: Any, chunks: list[DistributedDataParallel]) -> None:
+        settings = _settings_of(config)
         self.config, self.model_chunks = config, chunks
         self.mesh = mesh = chunks[0].mesh
         distributed = [config, *(chunk.ddp_config for chunk in chunks)]
@@ -81,13 +113,6 @@ class MegatronOptimizer:
                 ParameterGatherer({0: chunk.module}, chunk.buckets, self._sharding, pool, hooks=False)
             )
         self._buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
-        settings = OptimizerSettings(
-            lr=1.0,  # not used: steps have the rate of the group
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            clip=config.clip_grad,
-        )
         self._rule = AdamW(self._buckets, settings, mesh.device)
         norm = torch.empty(0, dtype=chunks[0].formats.master, device=mesh.device)
         axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
@@ -118,16 +143,22 @@ class MegatronOptimizer:
         the norm before clipping, and None for the number of zeros.
 
         Raises:
-            HexadError: gradients that have not been reduced, or no learning rate.
+            HexadError: no gradients, or some that have not been reduced; no learning rate.
         """
         if any(chunk.accumulating for chunk in self.model_chunks):
             raise HexadError(
                 "optimizer.step: found gradients that are not reduced; call finalize_model_grads"
             )
+        if not all(chunk.has_gradients for chunk in self.model_chunks):
+            raise HexadError(
+                "optimizer.step: found no gradients since zero_grad; run forward and backward passes before"
+            )
         group = self.param_groups[0]
         lr, decay = group["lr"], group["weight_decay"]
         if lr is None:
             raise HexadError("OptimizerConfig.lr: found None; give it, or use OptimizerParamScheduler")
+        if not isinstance(lr, int | float) or not 0 <= lr < math.inf:
+            raise HexadError(f"OptimizerConfig.lr: found {lr!r}, expected a number of at least 0")
         self._rule.settings = self._rule.settings.model_copy(update={"weight_decay": float(decay)})
         norm, updated, _ = self._optimizer.step(Rates(float(lr), float(lr)), 1.0, self._publish)
         self._settle()
@@ -277,6 +308,20 @@ class OptimizerParamScheduler:
                 f"of {lr_decay_steps} steps of warm-up; expected min_lr and init_lr of at most max_lr, "
                 "and less warm-up than decay"
             )
+        if not 0 <= start_wd <= end_wd or (wd_incr_style == "constant" and start_wd != end_wd):
+            raise HexadError(
+                f"OptimizerParamScheduler: found weight decay from {start_wd} to {end_wd} with wd_incr_style "
+                f"{wd_incr_style!r}; expected numbers that do not fall, equal ones with 'constant'"
+            )
+        if wd_incr_style != "constant" and wd_incr_steps < 1:
+            raise HexadError(
+                f"OptimizerParamScheduler: found wd_incr_steps {wd_incr_steps}, expected at least 1"
+            )
+        if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
+            raise HexadError(
+                "OptimizerParamScheduler: found override_opt_param_scheduler with "
+                "use_checkpoint_opt_param_scheduler; pass False for one of them"
+            )
         if lr_decay_style == "WSD" and not wsd_decay_steps:
             raise HexadError("OptimizerParamScheduler: found WSD without wsd_decay_steps; give it")
         self.optimizer, self.init_lr, self.max_lr, self.min_lr = optimizer, init_lr, float(max_lr), min_lr
@@ -289,7 +334,7 @@ class OptimizerParamScheduler:
         self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
         self.wsd_decay_steps = wsd_decay_steps
         self._wsd = _wsd(lr_wsd_decay_style or "linear")
-        self._keeps_own = bool(override_opt_param_scheduler) or not use_checkpoint_opt_param_scheduler
+        self._adopts, self._overrides = use_checkpoint_opt_param_scheduler, override_opt_param_scheduler
         self.num_steps = 0
         self.step(0)
 
@@ -335,9 +380,18 @@ class OptimizerParamScheduler:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from :meth:`state_dict`."""
-        for name in () if self._keeps_own else state_dict:
-            if hasattr(self, name) and name != "num_steps":
-                setattr(self, name, state_dict[name])
+        """Continue from :meth:`state_dict`.
+
+        Raises:
+            HexadError: other rates or lengths, unless one of the options says which to use.
+        """
+        for name in () if self._overrides else sorted(self.state_dict().keys() & state_dict.keys()):
+            own, saved = getattr(self, name), state_dict[name]
+            if name != "num_steps" and own != saved and not self._adopts:
+                raise HexadError(
+                    f"OptimizerParamScheduler: found {name} {own}, but {saved} in the checkpoint; make them "
+                    "equal, or pass use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                )
+            setattr(self, name, saved)
         self.num_steps = 0
         self.step(state_dict["num_steps"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import zip_longest
 from operator import or_
 from pathlib import Path
@@ -17,7 +19,7 @@ from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import agreed, from_first, merged
-from hexad.config import Config, HexadError
+from hexad.config import Config, HexadError, one_line
 from hexad.model.configuration import load_config
 from hexad.parallel.data.buckets import StateSharding
 from hexad.parallel.rectangle import Rectangle
@@ -73,11 +75,19 @@ class ShardedTensor:
             replica_id: all 0 on the ranks that write it.
             prepend_axis_num: leading dims of the global tensor, one element each here.
             others: Megatron-Core's, with their defaults.
+
+        Raises:
+            HexadError: a dim that the tensor does not have, or a number that is not one of the parts.
         """
         check_arguments("ShardedTensor", others, "", "flattened_range", allow_shape_mismatch=False)
         sizes = [1] * prepend_axis_num + (list(data.shape) or [1])
         shape, offset = list(sizes), [0] * len(sizes)
         for dim, number, parts in rank_offsets:
+            if not (0 <= dim < len(sizes) and 0 <= number < parts):
+                raise HexadError(
+                    f"ShardedTensor {key}: found part {number} of {parts} along dim {dim}, expected one of "
+                    f"0 to {parts - 1} along a dim below {len(sizes)}"
+                )
             shape[dim], offset[dim] = sizes[dim] * parts, sizes[dim] * number
         rectangle = Rectangle(key, tuple(shape), tuple(offset), tuple(sizes))
         writes = not any(replica_id if isinstance(replica_id, tuple) else (replica_id,))
@@ -199,7 +209,8 @@ def save(
         others: Megatron-Core's strategies and checks, without effect.
 
     Raises:
-        HexadError: the directory holds something else, or the state holds what cannot be saved.
+        HexadError: the directory holds something else, the state holds what cannot be saved, or the sharded
+            tensors that ranks write do not cover global ones exactly.
     """
     names = "sharded_strategy common_strategy validate_access_integrity "
     names += "preprocess_common_before_consistancy_check"
@@ -221,11 +232,60 @@ def save(
 
     every = merged(objects, mesh.world, or_)
     progress = agreed(kept, mesh.world)
+    _note_differences(sharded_state_dict, mesh)
     tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks(tensor.data)]
     config = next((tensor.config for tensor in tensors if tensor.config is not None), None)
     where = tags.TagDirectory(directory.parent, directory.name, name_latest=False)
-    tags.save(chunks, config or load_config(), mesh, where, progress)
+    try:
+        tags.save(chunks, config or load_config(), mesh, where, progress)
+    except ValueError as error:  # on all ranks: they do not cover the global tensors
+        raise HexadError(
+            f"dist_checkpointing.save: {one_line(error)}; every value of a global tensor has to be in one "
+            "ShardedTensor whose replica_id is 0"
+        ) from None
+
+
+def _note_differences(state: Any, mesh: Mesh) -> None:
+    """Report what ranks have differently, of which only the first rank's is saved, once."""
+    names = {
+        name: frozenset((_digest(leaf),)) for name, leaf in _named(state) if not isinstance(leaf, _LOCAL)
+    }
+
+    def both(one: _Digests, other: _Digests) -> _Digests:
+        return {name: one.get(name, _LACKS) | other.get(name, _LACKS) for name in one | other}
+
+    different = sorted(name for name, digests in merged(names, mesh.world, both).items() if len(digests) > 1)
+    if different and mesh.rank == 0:
+        shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
+        print(
+            f"hexad: dist_checkpointing.save: found other values of {shown} on other ranks; the "
+            "first rank's are saved: use ShardedTensor or ShardedObject for the others",
+            file=sys.stderr,
+        )
+
+
+_Digests = dict[str, frozenset[str]]
+"""Of the values that ranks have under a name."""
+_LACKS = frozenset(("",))
+
+
+def _named(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested state with dotted names."""
+    items = state.items() if isinstance(state, Mapping) else enumerate(state)
+    for key, value in items:
+        if isinstance(value, Mapping | list | tuple):
+            yield from _named(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _digest(leaf: Any) -> str:
+    """Equal for equal values."""
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    values = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{leaf.dtype} {list(leaf.shape)} {sha256(values.tobytes()).hexdigest()}"
 
 
 def _replica(replica_id: int | tuple[int, ...]) -> bool:

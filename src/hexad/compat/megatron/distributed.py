@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from hexad.comm import broadcast
+from hexad.comm import all_reduce, broadcast
 from hexad.config import HexadError
 from hexad.engine.modules import placed
 from hexad.model.transformer import Transformer
@@ -25,7 +25,7 @@ from hexad.topology.mesh import Mesh
 
 from . import parallel_state
 from .installed import check_arguments
-from .settings import DistributedDataParallelConfig
+from .settings import DistributedDataParallelConfig, check_reduction
 
 _BUCKET = 40_000_000
 """Megatron-Core's default of a bucket's parameters."""
@@ -123,6 +123,11 @@ class DistributedDataParallel(Wrapper):
     ) -> None:
         super().__init__()
         check_arguments("DistributedDataParallel", others, "pg_collection data_parallel_group param_indices")
+        if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
+            kind = "None" if module is None else f"a {type(module).__name__}"
+            raise HexadError(f"DistributedDataParallel: found {kind}; pass a module that is not wrapped")
+        check_averaged(config)
+        check_reduction(ddp_config)
         self.config, self.module = config, module
         self.ddp_config = ddp_config or DistributedDataParallelConfig()
         self.mesh = parallel_state.get_mesh()
@@ -176,25 +181,62 @@ class DistributedDataParallel(Wrapper):
         after which buckets are reduced; None: of any number, reduced by :meth:`finish_grad_sync`."""
         if self.accumulating:
             return
-        members = [declared.parameter for bucket in self.buckets for declared in bucket.members]
-        discarded = self._hands_over and all(parameter.grad is None for parameter in members)
-        keeps = self._finished and not self._discards and not discarded
-        self._before = [bucket.gradient.clone() for bucket in self.buckets] if keeps else None
+        self._before = self._kept() if self.has_gradients else None
         self.accumulating, self._discards = True, False
-        for parameter in members:
-            parameter.grad = None
+        for bucket in self.buckets:
+            for declared in bucket.members:
+                declared.parameter.grad = None
         overlaps = getattr(self.ddp_config, "overlap_grad_reduce", False)
         self.gradients.begin(passes if overlaps else None)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are reduced gradients, which :meth:`zero_grad_buffer` has not discarded."""
+        return self._finished and not self.accumulating and not self._discards
+
+    @torch.no_grad()
+    def _kept(self) -> list[Tensor] | None:
+        """The gradients of each bucket, zero where the script has discarded those of a parameter; None if it
+        has discarded all."""
+        members = [declared.parameter for bucket in self.buckets for declared in bucket.members]
+        if self._hands_over and all(parameter.grad is None for parameter in members):
+            return None
+        kept = [bucket.gradient.clone() for bucket in self.buckets]
+        for bucket, values in zip(self.buckets, kept) if self._hands_over else ():
+            for declared, view in zip(bucket.members, bucket.views(values)):
+                gradient = declared.parameter.grad
+                if gradient is None:
+                    view.zero_()
+                elif gradient.dtype != view.dtype:  # a copy, perhaps zeroed in place
+                    view.copy_(torch.where(gradient.any(), view, 0.0))
+        return kept
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and hand them to the parameters; all ranks together. A gradient
         that nothing contributed to is zero."""
         self.expect(None)
         self.gradients.finish()
+        if getattr(self.ddp_config, "check_for_nan_in_grad", False):
+            self._check_finite()
         for before, bucket in zip(self._before or (), self.buckets):
             bucket.gradient.add_(before)
         self._before, self.accumulating, self._finished = None, False, True
         self._hand_over()
+
+    def _check_finite(self) -> None:
+        """Refuse gradients that are not finite on any rank, on all of them.
+
+        Raises:
+            HexadError: there are some.
+        """
+        norms = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        for bucket in self.buckets:
+            norms += bucket.gradient.norm()
+        if all_reduce((~norms.isfinite()).double(), self.mesh.world, "max").item():
+            raise HexadError(
+                "DistributedDataParallelConfig.check_for_nan_in_grad: found gradients that are not finite; "
+                "look for a too high learning rate, or leave the setting out"
+            )
 
     def _hand_over(self) -> None:
         """Give the parameters their gradients, unless these are sharded."""
@@ -262,12 +304,38 @@ def finalize_model_grads(model: Sequence[Any], num_tokens: Any = None, *_: Any, 
         raise HexadError(
             "finalize_model_grads: found num_tokens; losses are averaged over microbatches: leave it out"
         )
+    for chunk in wrapped_chunks("finalize_model_grads", model):
+        chunk.finish_grad_sync()
+
+
+def wrapped_chunks(function: str, model: Any) -> list[DistributedDataParallel]:
+    """This rank's stages, which a function has been called with.
+
+    Raises:
+        HexadError: no list of stages, or a module that is not wrapped.
+    """
+    if not isinstance(model, list | tuple) or not model:
+        kind = "none" if isinstance(model, list | tuple) else f"a {type(model).__name__}"
+        raise HexadError(f"{function}: found {kind}; pass a list of this rank's stages")
     for chunk in model:
         if not isinstance(chunk, DistributedDataParallel):
             raise HexadError(
-                f"finalize_model_grads: found a {type(chunk).__name__}; wrap it in DistributedDataParallel"
+                f"{function}: found a {type(chunk).__name__}; wrap it in DistributedDataParallel"
             )
-        chunk.finish_grad_sync()
+    return list(model)
+
+
+def check_averaged(config: Any) -> None:
+    """Refuse a configuration whose losses are not averaged over microbatches and data ranks.
+
+    Raises:
+        HexadError: ``calculate_per_token_loss``.
+    """
+    if getattr(config, "calculate_per_token_loss", False):
+        raise HexadError(
+            "TransformerConfig.calculate_per_token_loss: found True; losses are averaged over microbatches: "
+            "leave it out"
+        )
 
 
 def unwrapped(model: Any) -> Any:

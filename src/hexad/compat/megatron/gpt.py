@@ -258,7 +258,8 @@ class GPTModel(Transformer):
             With ``returns_expert_losses`` that and an empty list.
 
         Raises:
-            HexadError: positions or a mask that Hexad does not compute; checked in the first pass only.
+            HexadError: sequences of another shape, or longer than the learned positions; positions or a mask
+                that Hexad does not compute, which is checked in the first pass only.
         """
         absent = "decoder_input extra_block_kwargs inference_context inference_params output_processor "
         absent += "output_processor_context packed_seq_params padding_mask"
@@ -295,7 +296,29 @@ class GPTModel(Transformer):
         self.passes += 1
         return DropoutKey(self.seed, self.passes, self._data_rank * len(tokens))
 
+    def check_tokens(self, count: int) -> None:
+        """Refuse a microbatch of a number of tokens that sequence parallel cannot shard.
+
+        Raises:
+            HexadError: it does not divide by the tensor ranks.
+        """
+        ranks = self.shard.tensor.size
+        if self.shard.sequence and count % ranks:
+            raise HexadError(
+                f"TransformerConfig.sequence_parallel: found microbatches of {count} tokens, which do not "
+                f"divide by {ranks} tensor ranks; change the sequence length or the micro batch size"
+            )
+
     def _check(self, tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None) -> None:
+        if tokens.dim() != 2:
+            raise HexadError(f"input_ids: found shape {list(tokens.shape)}, expected [batch, sequence]")
+        most = self.settings.model.max_positions
+        if not self.inventory.rotary and tokens.shape[1] > int(most):
+            raise HexadError(
+                f"input_ids: found sequences of {tokens.shape[1]} tokens, but max_sequence_length is {most}; "
+                "make it larger, or the sequences shorter"
+            )
+        self.check_tokens(tokens.numel())
         if self._checked:
             return
         self._checked = True

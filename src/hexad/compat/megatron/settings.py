@@ -1,11 +1,15 @@
 """Megatron-Core's classes of settings that scripts make themselves, and the base class of its modules."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
+
+from hexad.config import HexadError
 
 
 @dataclass
@@ -69,8 +73,11 @@ class OptimizerConfig:
         optimizer_cpu_offload: keep it in the host's memory.
         fp16, bf16: the format of the parameters, which the trainer's plugin says.
         loss_scale, initial_loss_scale, min_loss_scale, loss_scale_window, hysteresis: of fp16.
+        decoupled_weight_decay, apply_wd_to_qk_layernorm, grad_norm_skip_threshold: their defaults only.
+        main_grads_dtype, main_params_dtype, exp_avg_dtype, exp_avg_sq_dtype: float32.
         params_dtype, overlap_param_gather, overlap_param_gather_with_optimizer_step, timers: without effect.
         use_precision_aware_optimizer, log_num_zeros_in_grad, barrier_with_L1_time: likewise.
+        others: of other optimizers, kernels and copies to the host: likewise.
     """
 
     optimizer: str = "adam"
@@ -99,6 +106,82 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     barrier_with_L1_time: bool = False
     timers: Any = None
+    apply_wd_to_qk_layernorm: bool = False
+    decoupled_weight_decay: bool = True
+    grad_norm_skip_threshold: float = math.inf
+    main_grads_dtype: torch.dtype = torch.float32
+    main_params_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    fp8_recipe: str | None = None
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    store_param_remainders: bool = True
+    sgd_momentum: float = 0.9
+    muon_momentum: float = 0.95
+    muon_split_qkv: bool = True
+    muon_use_nesterov: bool = False
+    muon_nesterov: bool = False
+    muon_scale_mode: str = "spectral"
+    muon_fp32_matmul_prec: str = "medium"
+    muon_num_ns_steps: int = 5
+    muon_tp_mode: str = "blockwise"
+    muon_extra_scale_factor: float = 1.0
+    muon_coefficient_type: str = "quintic"
+    muon_scalar_optimizer: str = "adam"
+    adaptive_muon_moment2_method: str = "adamuon"
+    adaptive_muon_beta2: float = 0.95
+    adaptive_muon_eps: float = 1e-8
+    lion_beta1: float = 0.95
+    lion_beta2: float = 0.98
+    soap_shampoo_beta: float = 0.95
+    soap_precondition_frequency: int = 1
+    soap_use_kl_shampoo: bool = True
+    use_layer_wise_distributed_optimizer: bool = False
+    optimizer_offload_fraction: float = 0.0
+    use_torch_optimizer_for_cpu_offload: bool = False
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    pin_cpu_grads: bool = True
+    pin_cpu_params: bool = True
+    optimizer_cuda_graph: bool = False
+    config_logger_dir: str = ""
+
+
+_UPDATE = (
+    "apply_wd_to_qk_layernorm decoupled_weight_decay grad_norm_skip_threshold main_grads_dtype "
+    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
+).split()
+_REDUCTION = (
+    "use_megatron_fsdp use_custom_fsdp reduce_scatter_with_fp32_accumulation "
+    "param_name_patterns_for_fp32_local_accumulation"
+).split()
+
+
+def check_update(config: Any) -> None:
+    """Refuse settings of an :class:`OptimizerConfig` for other updates than AdamW's in float32.
+
+    Raises:
+        HexadError: naming the first one.
+    """
+    _check_defaults("OptimizerConfig", config, OptimizerConfig, _UPDATE)
+
+
+def check_reduction(config: Any) -> None:
+    """Refuse settings of a :class:`DistributedDataParallelConfig` for other reductions than Hexad's.
+
+    Raises:
+        HexadError: naming the first one, or something else than settings.
+    """
+    if isinstance(config, Mapping):
+        raise HexadError("ddp_config: found a mapping; pass a DistributedDataParallelConfig")
+    _check_defaults("DistributedDataParallelConfig", config, DistributedDataParallelConfig, _REDUCTION)
+
+
+def _check_defaults(kind: str, config: Any, defaults: type, names: Sequence[str]) -> None:
+    for name in names:
+        default = getattr(defaults, name)
+        value = getattr(config, name, default)
+        if value != default:
+            raise HexadError(f"{kind}.{name}: found {value}, which is not supported; use {default}")
 
 
 @dataclass
@@ -145,8 +228,12 @@ class DistributedDataParallelConfig:
         data_parallel_sharding_strategy: with Megatron-FSDP, what is sharded.
         overlap_grad_reduce, overlap_param_gather, align_param_gather, align_grad_reduce: without effect:
             reduction and gathering overlap in any case.
-        check_for_nan_in_grad, check_for_large_grads, average_in_collective, fp8_param_gather: likewise.
-        others: of kernels, of buffers, and of Megatron-FSDP's own: likewise.
+        check_for_nan_in_grad: raise an error on all ranks if a gradient is not finite, with
+            ``DistributedDataParallel``; other trainers skip such updates.
+        check_for_large_grads, average_in_collective, fp8_param_gather: without effect.
+        use_megatron_fsdp, use_custom_fsdp, reduce_scatter_with_fp32_accumulation: False.
+        param_name_patterns_for_fp32_local_accumulation: none.
+        others: of buffers, of Megatron-FSDP and of fp8: without effect.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -162,19 +249,31 @@ class DistributedDataParallelConfig:
     average_in_collective: bool = False
     fp8_param_gather: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
-    pad_buckets_for_high_nccl_busbw: bool = False
-    reduce_scatter_with_fp32_accumulation: bool = False
-    reuse_grad_buf_for_mxfp8_param_ag: bool = False
     use_megatron_fsdp: bool = False
     use_custom_fsdp: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    num_buckets: int | None = None
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
     gradient_reduce_div_fusion: bool = True
     suggested_communication_unit_size: int | None = None
     preserve_fp32_weights: bool = True
     keep_fp8_transpose_cache: bool = False
     keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False
     nccl_ub: bool = False
+    fp4_param_gather: bool = False
     fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    fsdp_manual_registration: bool = False
     outer_dp_sharding_strategy: str = "no_shard"
     disable_symmetric_registration: bool = False
-    fsdp_manual_registration: bool = False
     delay_wgrad_compute: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False

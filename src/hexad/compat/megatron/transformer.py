@@ -3,9 +3,11 @@ model is the one that the flags describe, and what a script passes has to agree 
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
+
+import torch
+from torch.nn import functional
 
 from hexad.config import HexadError
 
@@ -21,16 +23,41 @@ from .enums import (  # noqa: F401
 )
 from .initialize import get_args
 
+_COMPUTED: dict[str, Callable[[Any], Any]] = {
+    "ffn_hidden_size": lambda config: 4 * config.hidden_size,
+    "kv_channels": lambda config: config.hidden_size // config.num_attention_heads,
+    "num_query_groups": lambda config: config.num_attention_heads,
+}
+"""Settings that follow from others, unless they are given."""
+_DEFAULTS = {**SETTINGS, "activation_func": functional.gelu, "params_dtype": torch.float32}
+_Settings: Any = make_dataclass(
+    "_Settings",
+    [(name, Any, field(default=value)) for name, value in _DEFAULTS.items()],
+    init=False,
+    eq=False,
+)
 
-class TransformerConfig(SimpleNamespace):
+
+class TransformerConfig(_Settings):
     """Any settings of a transformer under Megatron-LM's names. They have to agree with the flags; without
-    flags the model is theirs. Those that are not given have Megatron-Core's defaults."""
+    flags the model is theirs. Those that are not given have Megatron-Core's defaults. Scripts derive
+    dataclasses with further settings from it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Compute the settings that follow from others."""
+        if self.hidden_size and self.num_attention_heads:
+            for name, compute in _COMPUTED.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, compute(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
 
     def __getattr__(self, name: str) -> Any:
-        if name in _COMPUTED and self.hidden_size and self.num_attention_heads:
-            return _COMPUTED[name](self)
-        if name in SETTINGS:
-            return SETTINGS[name]
         if name.startswith("__"):
             raise AttributeError(name)
         raise MissingAttribute(
@@ -38,13 +65,6 @@ class TransformerConfig(SimpleNamespace):
             "remove it from the script, or give it to the configuration"
         )
 
-
-_COMPUTED: dict[str, Callable[[Any], Any]] = {
-    "ffn_hidden_size": lambda config: 4 * config.hidden_size,
-    "kv_channels": lambda config: config.hidden_size // config.num_attention_heads,
-    "num_query_groups": lambda config: config.num_attention_heads,
-}
-"""Settings that follow from others, unless they are given."""
 
 _OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """Setting of a ``TransformerConfig`` -> attribute of ``get_args()``, where they differ."""

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from hexad.config import HexadError
 
 from ..lightning.module import HexadModule
-from ..megatron.settings import OptimizerConfig
+from ..megatron.settings import OptimizerConfig, check_update
 
 
 class LRSchedulerModule:
@@ -193,6 +193,7 @@ class MegatronOptimizerModule(OptimizerModule):
             HexadError: another optimizer, or no learning rate.
         """
         config = self.config
+        check_update(config)
         if config.optimizer != "adam":
             raise HexadError(
                 f"OptimizerConfig.optimizer: found {config.optimizer!r}; use adam, which is AdamW"

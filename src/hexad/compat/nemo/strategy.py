@@ -22,7 +22,7 @@ from ..lightning.training import format_settings
 from ..megatron import parallel_state
 from ..megatron.initialize import seed_generators
 from ..megatron.installed import check_arguments
-from ..megatron.settings import DistributedDataParallelConfig
+from ..megatron.settings import DistributedDataParallelConfig, check_reduction
 from .hooks import HookedModule, has_hooks
 from .optim import MegatronOptimizerModule
 from .sampler import MegatronDataSampler
@@ -115,6 +115,7 @@ class MegatronStrategy(HexadStrategy):
         check_arguments("MegatronStrategy", others, _WITHOUT_EFFECT, "checkpoint_io", **_ONLY)
         virtual = virtual_pipeline_model_parallel_size
         self.ddp = ddp if isinstance(ddp, DistributedDataParallelConfig) else DistributedDataParallelConfig()
+        check_reduction(self.ddp)
         self.fsdp, self.own_zero = fsdp, zero
         self.data_sampler, self.restore_config = data_sampler, restore_config
         self.flags = {

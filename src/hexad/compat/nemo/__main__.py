@@ -27,4 +27,4 @@ if __name__ == "__main__":
         sys.exit(2)
     script = ["-m", words[0]] if as_module else [str(Path(words[0]).resolve())]
     _start_ranks_with([sys.executable, "-m", "hexad.compat.nemo", *script, *words[1:]])
-    run_script(install, words, as_module)
+    run_script(install, words, "nemo", as_module)

@@ -41,6 +41,8 @@ def test_pretraining() -> None:
         _recipe("qwen2_7b").pretrain_recipe(tensor_degree=1)
     with pytest.raises(HexadError, match="found precision='fp64', expected one of bf16-mixed, 16-mixed"):
         _recipe("qwen2_7b").pretrain_recipe(precision="fp64")
+    with pytest.raises(HexadError, match=r"gradient_clip_val=0\.5; set recipe\.optim\."):
+        _recipe("qwen2_7b").pretrain_recipe(gradient_clip_val=0.5)
 
 
 def test_fine_tuning() -> None:

@@ -50,6 +50,9 @@ class Trainer(pl.Trainer):
         """As ``lightning.pytorch.Trainer.fit``; ``train_dataloaders`` may be the data module too."""
         if configure(self, model, _data_module(train_dataloaders, datamodule)):
             train_dataloaders = val_dataloaders = datamodule = None
+            if isinstance(self.val_check_interval, int):
+                # Steps of the run, which may be fewer than the interval, or than it after a resume.
+                self.check_val_every_n_epoch = None
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
 
     def validate(

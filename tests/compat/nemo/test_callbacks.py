@@ -42,9 +42,9 @@ def _fit(directory: str, steps: int, signalled: int | None) -> dict[str, Any]:
         measured = callbacks.FLOPsMeasurementCallback(None, None, "llama3")
         stop = callbacks.PreemptionCallback(sig=signal.SIGUSR2)
         unused = [callbacks.NsysCallback(1, 2), callbacks.MemoryProfileCallback(f"{directory}/memory")]
-        parts = objects(
-            directory, data, {}, world, max_steps=steps, callbacks=[measured, stop, *unused, Seen()]
-        )
+        known = [measured, stop, *unused, Seen()]
+        # an interval above the steps of the run
+        parts = objects(directory, data, {}, world, max_steps=steps, val_check_interval=7, callbacks=known)
         llm.pretrain(**parts)
         engine = parts["model"].engine
         seen |= {"step": engine.step, "samples": engine.samples}
@@ -99,3 +99,34 @@ def test_rate_of_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = flops_per_token(module.config.model, sequence) * sequence * 32 / 2.0 / 1e12
     assert logged["TFLOPS"] == pytest.approx(expected)
     assert logged["TFLOPS_per_GPU"] == pytest.approx(expected / 4)
+
+
+def _validated(directory: str, steps: int) -> list[int]:
+    """Fit with an interval of four steps, and resume; the steps after which the model is evaluated."""
+    from lightning.pytorch import Callback
+
+    from hexad.compat import nemo as nl
+    from hexad.compat.nemo import llm
+
+    from ..lightning.program import launched
+    from .recipes import objects
+
+    evaluated: list[int] = []
+
+    class Seen(Callback):
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            evaluated.append(trainer.global_step)
+
+    with launched() as world:
+        data = llm.MockDataModule(24, nl.tokenizers.NullTokenizer(99), 2, 8)
+        parts = objects(directory, data, {}, world, max_steps=steps, val_check_interval=4, callbacks=[Seen()])
+        parts["resume"] = nl.AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
+        llm.pretrain(**parts)
+    return evaluated
+
+
+@pytest.mark.slow
+def test_interval_above_the_steps_left(pool: Pool, tmp_path: Path) -> None:
+    """A run may have fewer steps than the interval of its evaluations, and fewer left when it resumes."""
+    runs = [pool.run(1, _validated, str(tmp_path), steps)[0] for steps in (2, 6, 7)]
+    assert runs == [[2], [4, 6], [7]]  # after the last step in any case

@@ -41,6 +41,8 @@ def test_pretraining() -> None:
         _recipe("qwen2_7b").pretrain_recipe(tensor_degree=1)
     with pytest.raises(HexadError, match="found precision='fp64', expected one of bf16-mixed, 16-mixed"):
         _recipe("qwen2_7b").pretrain_recipe(precision="fp64")
+    with pytest.raises(HexadError, match=r"gradient_clip_val=0\.5; set recipe\.optim\."):
+        _recipe("qwen2_7b").pretrain_recipe(gradient_clip_val=0.5)
 
 
 def test_fine_tuning() -> None:
@@ -57,7 +59,16 @@ def test_fine_tuning() -> None:
         recipe.finetune_recipe(peft_scheme="dora")
 
 
-def test_plugins(tmp_path: Path) -> None:
+def test_packed_fine_tuning() -> None:
+    """NeMo's packed recipe has smaller steps."""
+    from hexad.compat.nemo.recipes import default_finetune_recipe
+
+    data = [default_finetune_recipe(None, "x", packed_sequence=packed).data for packed in (False, True)]
+    assert [one.global_batch_size for one in data] == [128, 8]
+    assert data[1].packed_sequence_specs.packed_sequence_size == data[1].seq_length == 2048
+
+
+def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Each changes what it says, once."""
     from hexad.compat.nemo import callbacks, plugins
 
@@ -69,7 +80,17 @@ def test_plugins(tmp_path: Path) -> None:
     for _ in range(2):
         plugins.PreemptionPlugin().setup(recipe, executor)
         plugins.MemoryProfilePlugin(dir=str(tmp_path)).setup(recipe, executor)
-    plugins.NsysPlugin(start_step=2, end_step=3, ranks=[1]).setup(recipe, executor)
+    profiling = plugins.NsysPlugin(start_step=2, end_step=3, ranks=[1])
+    monkeypatch.setattr(plugins.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(plugins.shutil, "which", lambda command: None)
+    profiling.setup(recipe, executor)
+    assert not executor.get_launcher().nsys_profile
+    assert "found no GPU and no command nsys" in caplog.text
+    monkeypatch.setattr(plugins.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(HexadError, match="found no command nsys; install Nsight Systems"):
+        profiling.setup(recipe, executor)
+    monkeypatch.setattr(plugins.shutil, "which", lambda command: f"/bin/{command}")
+    profiling.setup(recipe, executor)
     variables = dict(executor.env_vars)
     plugins.PerfEnvPlugin(nccl_pp_comm_chunksize=4).setup(recipe, executor)
     check.setup(recipe, executor)

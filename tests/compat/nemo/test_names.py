@@ -77,6 +77,20 @@ def test_script_by_the_command(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_module_by_the_command(tmp_path: Path) -> None:
+    """A module is run by its name; a name that NeMo's releases lack ends it with one line."""
+    text = "import sys\nprint(sys.argv[1:])\nfrom nemo.collections.llm import Nothing\n"
+    (tmp_path / "training.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "hexad.compat.nemo", "-m", "training", "--steps", "3"]
+    result = forks.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "['--steps', '3']\n"), result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(
+        "hexad: error: found the name nemo.collections.llm.Nothing, which Hexad's nemo does"
+    )
+    assert last.endswith("(training.py:3)")
+
+
 def test_a_function_hides_its_module() -> None:
     """Where a system has a package and a function of one name, both can be imported."""
     from hexad.compat.facade.installed import install
@@ -138,7 +152,7 @@ def test_table_of_recipes() -> None:
     assert ROWS["qwen2_7b"].tuned[False, True] == ROWS["qwen2_7b"].tuned[False, False]
 
 
-def _tree(**config: Any) -> dict[str, Any]:
+def _tree(weights: str | None = None, offload: bool = False, **config: Any) -> dict[str, Any]:
     """The settings of a small model with a configuration's further settings."""
     from hexad.compat import nemo as nl
     from hexad.compat.nemo import llm
@@ -146,6 +160,8 @@ def _tree(**config: Any) -> dict[str, Any]:
 
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
     model = llm.LlamaModel(llm.Llama3Config(**{**sizes, "seq_length": 16, **config}))
+    model.weights = weights
+    model.optim.config.optimizer_cpu_offload = offload
     data = llm.MockDataModule(16, nl.tokenizers.NullTokenizer(99), 1, 2)
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_steps": 4, "logger": False}
     trainer = nl.Trainer(strategy=nl.MegatronStrategy(), **options)
@@ -161,6 +177,19 @@ def test_further_settings() -> None:
     fast |= {"use_transformer_engine_op_fuser": True, "moe_router_topk": 8, "cpu_offloading": True}
     assert _tree(**fast) == plain
     assert _tree(seq_len_interpolation_factor=4.0)["model"]["rope_scaling"]["factor"] == 4.0
+
+
+def test_settings_beside_others() -> None:
+    """Recomputation beside offloading; beside loaded weights what these do not determine."""
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert _tree(offload=True, **recompute)["memory"] == {"recompute": "full", "offload": "optimizer"}
+    assert _tree("DIR")["model"] == {"load": "DIR"}
+    dropped = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+    expected = {"load": "DIR", "dropout": 0.1, "attention_dropout": 0.2}
+    assert _tree("DIR", **dropped)["model"] == expected
+    assert _tree("DIR", seq_len_interpolation_factor=4.0)["model"]["rope_scaling"]["factor"] == 4.0
+    with pytest.raises(HexadError, match="num_layers_in_first_pipeline_stage: found 1 with pipeline_model"):
+        _tree(num_layers_in_first_pipeline_stage=1)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {

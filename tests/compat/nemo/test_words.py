@@ -250,6 +250,51 @@ def _restored(**given: Any) -> Callable[[], Any]:
     return made
 
 
+def _tokenizer(name: str, *values: Any, **named: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from hexad.compat.nemo import tokenizers
+
+        return getattr(tokenizers, name)(*values, **named)
+
+    return make
+
+
+def _packed(**specs: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from hexad.compat.nemo import llm
+        from hexad.compat.nemo.data import PackedSequenceSpecs
+
+        return llm.FineTuningDataModule("none", 16, packed_sequence_specs=PackedSequenceSpecs(**specs))
+
+    return make
+
+
+def _chat() -> Any:
+    from hexad.compat.nemo import llm
+
+    return llm.ChatDataModule("none", use_hf_tokenizer_chat_template=False)
+
+
+def _adapters(**named: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from hexad.compat.nemo import llm
+
+        return llm.peft.LoRA(**named).settings()
+
+    return make
+
+
+def _generated(add_BOS: bool = False, **named: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        from hexad.compat.megatron.settings import CommonInferenceParams
+        from hexad.compat.nemo import llm
+
+        params = CommonInferenceParams(**named)
+        return llm.generate("none", prompts=["a"], inference_params=params, add_BOS=add_BOS)
+
+    return make
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown argument": (_recipe(strategy={"tensor_parallel": 2}), "unexpected argument 'tensor_parallel'"),
     "experts": (_recipe(config={"num_moe_experts": 8}), "GPTConfig.num_moe_experts: found 8"),
@@ -273,6 +318,39 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         _recipe(optim=lambda: _optimizer(lr=0.1)),
         "found warmup_steps=750 and constant_steps=80000 of 4 steps",
     ),
+    "function": (_recipe(config={"forward_step_fn": print}), "GPTConfig.forward_step_fn: found builtin"),
+    "ddp": (
+        _recipe(strategy={"ddp": {"use_distributed_optimizer": True}}),
+        "found ddp={'use_distributed_optimizer': True}, expected megatron, pytorch or a Distr",
+    ),
+    "accumulation": (_recipe(trainer={"accumulate_grad_batches": 4}), "found accumulate_grad_batches=4; set"),
+    "weights": (_restored(load_model_state=False), "found load_model_state=False; leave restore_config out"),
+    "begin token": (_tokenizer("AutoTokenizer", "byte", include_special_tokens=True), "special_tokens True"),
+    "end token": (_tokenizer("AutoTokenizer", "byte", eos_token="<end>"), "found eos_token '<end>'"),
+    "further tokens": (_tokenizer("get_tokenizer", "byte", special_tokens={"a": "b"}), "special_tokens dict"),
+    "token typo": (
+        _tokenizer("AutoTokenizer", "byte", eos="<end>"),
+        "AutoTokenizer: unexpected argument 'eos'",
+    ),
+    "pieces": (_tokenizer("SentencePieceTokenizer", "x", special_tokens=["a"]), "found special_tokens list"),
+    "template": (
+        _tokenizer("get_nmt_tokenizer", tokenizer_model="x", chat_template="y"),
+        "found chat_template with library='sentencepiece'; it is for huggingface",
+    ),
+    "packed file": (_packed(packed_train_data_path="a.npy"), "found packed_train_data_path='a.npy'; leave"),
+    "packed size": (
+        _packed(packed_sequence_size=32),
+        "packed_sequence_size=32 with seq_length=16; make them",
+    ),
+    "conversations": (_chat, "found use_hf_tokenizer_chat_template=False; pass True"),
+    "adapters": (_adapters(lora_A_init_method="uniform"), "lora_A_init_method='uniform', expected 'xavier'"),
+    "adapters' rows": (
+        _adapters(lora_B_init_method="normal"),
+        "lora_B_init_method='normal', expected 'zero'",
+    ),
+    "adapters' format": (_adapters(lora_dtype="bf16"), "found lora_dtype='bf16', expected None"),
+    "first token": (_generated(add_BOS=True), "generate: found add_BOS True; it is not supported"),
+    "probabilities": (_generated(return_log_probs=True), "found inference_params.return_log_probs=True"),
 }
 
 
@@ -284,3 +362,28 @@ def test_refused_in_one_line(case: str) -> None:
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "--" not in str(caught.value)
+
+
+def test_template_of_any_function() -> None:
+    """A chat template is the tokenizer's, whichever function makes it."""
+    from hexad.compat.nemo import tokenizers
+
+    named = {"chat_template": "{{ messages }}"}
+    made = [tokenizers.AutoTokenizer("byte", **named), tokenizers.get_tokenizer("byte", **named)]
+    made.append(tokenizers.get_nmt_tokenizer("huggingface", "byte", use_fast=True, **named))
+    assert [tokenizer.chat_template for tokenizer in made] == ["{{ messages }}"] * 3
+
+
+def test_tensorboard_keeps_its_options(tmp_path: Path) -> None:
+    """A logger that writes into the experiment's directory has the options that it is made with."""
+    pytest.importorskip("tensorboard")
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from hexad.compat import nemo as nl
+
+    trainer = nl.Trainer(accelerator="cpu", devices=1, strategy=nl.MegatronStrategy(), logger=False)
+    board = TensorBoardLogger("elsewhere", name="other", prefix="first", sub_dir="part")
+    nl.NeMoLogger("run", str(tmp_path), version="v1", tensorboard=board).setup(trainer)
+    logger: Any = trainer.logger
+    assert logger._prefix == "first"
+    assert logger.log_dir == str(tmp_path / "tb_logs" / "run" / "v1" / "part")

@@ -59,7 +59,16 @@ class TextDataModule(LightningDataModule):
 
 @dataclass
 class PackedSequenceSpecs:
-    """Accepted without effect: samples are packed in any case."""
+    """Samples are packed in any case; the size is the data module's ``seq_length``.
+
+    Attributes:
+        packed_sequence_size: that length; 0 or less: it as well.
+        packed_train_data_path, packed_val_data_path, packed_metadata_path, packed_data_path: None.
+        tokenizer_model_name, pad_cu_seqlens: accepted without effect.
+
+    Raises:
+        HexadError: data that are packed already.
+    """
 
     packed_sequence_size: int = -1
     tokenizer_model_name: str | None = None
@@ -68,6 +77,16 @@ class PackedSequenceSpecs:
     packed_metadata_path: str | None = None
     pad_cu_seqlens: bool = False
     packed_data_path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse data that are packed already."""
+        paths = ("packed_train_data_path", "packed_val_data_path", "packed_metadata_path", "packed_data_path")
+        for name in paths:
+            if getattr(self, name) is not None:
+                raise HexadError(
+                    f"PackedSequenceSpecs: found {name}={str(getattr(self, name))!r}; leave it out: "
+                    "training.jsonl and validation.jsonl are packed"
+                )
 
 
 class PreTrainingDataModule(TextDataModule):
@@ -205,8 +224,9 @@ class FineTuningDataModule(TextDataModule):
         tokenizer: of the data; None: the model's.
         micro_batch_size, global_batch_size, rampup_batch_size: of its :class:`MegatronDataSampler`.
         seed: of the order of samples.
-        packed_sequence_specs, memmap_workers, num_workers, pin_memory, persistent_workers: accepted without
-            effect: samples are packed in any case, and Hexad's loader reads the data.
+        packed_sequence_specs: of the same length; see :class:`PackedSequenceSpecs`.
+        memmap_workers, num_workers, pin_memory, persistent_workers: accepted without effect: Hexad's loader
+            reads the data.
         pad_to_max_length: accepted without effect: samples are complete.
         dataset_kwargs: ``pad_to_max_length`` and ``return_cu_seqlen``, without effect.
     """
@@ -232,6 +252,12 @@ class FineTuningDataModule(TextDataModule):
     ) -> None:
         further = {key: value for key, value in (dataset_kwargs or {}).items() if key not in _NO_EFFECT}
         _refuse(type(self).__name__, dataset_kwargs=further or None)
+        packed = getattr(packed_sequence_specs, "packed_sequence_size", -1)
+        if packed > 0 and packed != seq_length:
+            raise HexadError(
+                f"{type(self).__name__}: found packed_sequence_size={packed} with seq_length={seq_length}; "
+                "make them equal"
+            )
         sampler = MegatronDataSampler(seq_length, micro_batch_size, global_batch_size, rampup_batch_size)
         self.dataset_root = Path(dataset_root)
         if not (self.dataset_root / "training.jsonl").is_file():
@@ -306,13 +332,21 @@ class ChatDataModule(FineTuningDataModule):
     ``value``, of which the assistant's are trained, in the tokenizer's chat template.
 
     Args:
-        use_hf_tokenizer_chat_template: accepted without effect: it is used in any case.
+        use_hf_tokenizer_chat_template: True.
         given, others: as of :class:`FineTuningDataModule`.
+
+    Raises:
+        HexadError: NeMo's format of conversations, without the template.
     """
 
     _keys = ()
 
     def __init__(self, *given: Any, use_hf_tokenizer_chat_template: bool = True, **others: Any) -> None:
+        if not use_hf_tokenizer_chat_template:
+            raise HexadError(
+                "ChatDataModule: found use_hf_tokenizer_chat_template=False; pass True, and the format as "
+                "AutoTokenizer(..., chat_template=...)"
+            )
         super().__init__(*given, **others)
 
     @property

@@ -50,6 +50,9 @@ class Trainer(pl.Trainer):
         """As ``lightning.pytorch.Trainer.fit``; ``train_dataloaders`` may be the data module too."""
         if configure(self, model, _data_module(train_dataloaders, datamodule)):
             train_dataloaders = val_dataloaders = datamodule = None
+            if isinstance(self.val_check_interval, int):
+                # Steps of the run, which may be fewer than the interval, or than it after a resume.
+                self.check_val_every_n_epoch = None
         super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only)
 
     def validate(
@@ -181,7 +184,10 @@ class NeMoLogger:
     def _set_loggers(self, trainer: pl.Trainer, base: Path, version: str) -> None:
         tensorboard = self.tensorboard
         if tensorboard is not None and self.update_logger_directory:
-            tensorboard = TensorBoardLogger(str(base / "tb_logs"), name=self.name, version=version)
+            # Lightning's logger has no setters; its prefix and other options stay.
+            vars(tensorboard).update(
+                _root_dir=str(base / "tb_logs"), _name=self.name, _version=version, _experiment=None
+            )
         loggers = [one for one in (tensorboard, self.wandb, *self.extra_loggers) if one is not None]
         if loggers:
             trainer.loggers = loggers
@@ -217,7 +223,8 @@ class RestoreConfig:
         path: a checkpoint, or a model's directory in Hugging Face's format; ``hf://ORG/NAME`` for one of the
             hub, ``nemo://NAME`` for one that ``llm.import_ckpt`` has written.
         load_optim_state: False: a checkpoint with optimizer state is resumed (``resume_from_path``).
-        load_model_state, load_artifacts: accepted without effect: weights are loaded.
+        load_model_state: True.
+        load_artifacts: accepted without effect: weights are loaded.
         adapter_path: None.
 
     Raises:
@@ -231,6 +238,11 @@ class RestoreConfig:
     adapter_path: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.load_model_state:
+            raise HexadError(
+                "RestoreConfig: found load_model_state=False; leave restore_config out to begin without "
+                "weights"
+            )
         if self.load_optim_state or self.adapter_path is not None:
             name = "load_optim_state" if self.load_optim_state else "adapter_path"
             raise HexadError(

@@ -128,19 +128,17 @@ _OF_GPT = frozenset(GPTConfig.__annotations__)
 
 _NO_EFFECT = frozenset(
     """
-    autocast_dtype batch_p2p_comm batch_p2p_sync cpu_offloading_activations
-    cpu_offloading_double_buffering cpu_offloading_weights cuda_graph_retain_backward_graph cuda_graph_scope
-    cuda_graph_use_single_mempool data_step_fn disable_parameter_transpose_cache enable_autocast
-    expert_gtp_weight_remat_size finalize_model_grads_func forward_step_fn fused_single_qkv_rope
-    generation_config grad_scale_func grad_sync_func gtp_weight_remat_size hetereogenous_dist_checkpoint
-    memory_efficient_layer_norm moe_grad_scale_func moe_ncclep_static_shape mtp_grad_scale_func no_sync_func
-    num_microbatches_with_partial_activation_checkpoints parallel_output param_sync_func pipeline_dtype
-    scatter_embedding_sequence_parallel should_pad_vocab timers tp_comm_atomic_ag tp_comm_atomic_rs
-    tp_comm_overlap_cfg tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_only_amax_red
-    use_te_rng_tracker
+    autocast_dtype batch_p2p_comm batch_p2p_sync cpu_offloading_activations cpu_offloading_double_buffering
+    cpu_offloading_weights cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
+    disable_parameter_transpose_cache enable_autocast expert_gtp_weight_remat_size fused_single_qkv_rope
+    generation_config gtp_weight_remat_size hetereogenous_dist_checkpoint memory_efficient_layer_norm
+    moe_ncclep_static_shape num_microbatches_with_partial_activation_checkpoints parallel_output
+    pipeline_dtype scatter_embedding_sequence_parallel should_pad_vocab timers tp_comm_atomic_ag
+    tp_comm_atomic_rs tp_comm_overlap_cfg tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
+    tp_only_amax_red use_te_rng_tracker
     """.split()
 )
-"""Settings without flag that only concern speed, memory, or objects that a trainer sets."""
+"""Settings without flag that only concern speed or memory, or that a trainer sets."""
 
 
 def further_settings(config: GPTConfig) -> dict[str, Any]:

@@ -271,8 +271,12 @@ def generate(
     Raises:
         HexadError: the model or a prompt cannot be used.
     """
-    ignored = "params_dtype add_BOS inference_batch_times_seqlen_threshold enable_flash_decode"
-    check_arguments("generate", others, ignored, "encoder_prompts input_dataset output_path")
+    ignored = "params_dtype inference_batch_times_seqlen_threshold enable_flash_decode"
+    absent = "encoder_prompts input_dataset output_path"
+    check_arguments("generate", others, ignored, absent, add_BOS=False)
+    for name in ("return_log_probs", "num_tokens_total", "top_n_logprobs"):
+        if value := getattr(inference_params, name, None):
+            raise HexadError(f"generate: found inference_params.{name}={value!r}; it is not supported")
     if prompts is None:
         raise HexadError("generate: found prompts=None; pass a list of texts")
     read = partial(getattr, inference_params)

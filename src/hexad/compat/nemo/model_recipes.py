@@ -104,6 +104,11 @@ class ModelRecipe:
                 f"{self._row.name}: found precision={options.precision!r}, expected one of "
                 + ", ".join(formats)
             )
+        if options.gradient_clip_val != 1.0:
+            raise HexadError(
+                f"{self._row.name}: found gradient_clip_val={options.gradient_clip_val!r}; set "
+                "recipe.optim.config.clip_grad"
+            )
         strategy = run.Config(
             MegatronStrategy,
             tensor_model_parallel_size=options.tensor_parallelism,

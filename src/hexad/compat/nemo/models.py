@@ -54,8 +54,8 @@ class LoRA:
             ``linear_fc2``.
         dim, alpha, dropout: ``rank``, ``alpha`` and ``dropout``.
         dropout_position: ``pre``.
-        lora_A_init_method, lora_B_init_method, a2a_experimental, lora_dtype, dropout_recompute: accepted
-            without effect.
+        lora_A_init_method, lora_B_init_method, lora_dtype: ``xavier``, ``zero`` and None.
+        a2a_experimental, dropout_recompute: accepted without effect.
     """
 
     target_modules: list[str] = field(default_factory=lambda: list(_TARGETS))
@@ -73,8 +73,14 @@ class LoRA:
         """The group ``model.lora``.
 
         Raises:
-            HexadError: other layers, or another place of the dropout.
+            HexadError: other layers, initial values or formats, or another place of the dropout.
         """
+        only = {"lora_A_init_method": "xavier", "lora_B_init_method": "zero", "lora_dtype": None}
+        for name, value in only.items():
+            if getattr(self, name) != value:
+                raise HexadError(
+                    f"LoRA: found {name}={getattr(self, name)!r}, expected {value!r}: leave it out"
+                )
         wrong = [name for name in self.target_modules if name not in _TARGETS]
         if wrong or (self.dropout and self.dropout_position != "pre"):
             found = f"target_modules {wrong[0]!r}" if wrong else f"dropout_position {self.dropout_position!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nemo_run as run
+import torch
 import yaml
 from nemo_run.core.serialization.yaml import YamlSerializer
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
@@ -79,7 +81,11 @@ class NsysPlugin(run.Plugin):
     gen_shape: bool = False
 
     def setup(self, task: Any, executor: Any) -> None:
-        """Change recipe and executor."""
+        """Change recipe and executor.
+
+        Raises:
+            HexadError: a host with GPUs, and without Nsight Systems.
+        """
         if isinstance(task, run.Partial):
             callback = run.Config(
                 NsysCallback,
@@ -89,6 +95,13 @@ class NsysPlugin(run.Plugin):
                 gen_shape=self.gen_shape,
             )
             _add(task, [callback])
+        if isinstance(executor, run.LocalExecutor) and shutil.which("nsys") is None:
+            if torch.cuda.is_available():
+                raise HexadError(
+                    "NsysPlugin: found no command nsys; install Nsight Systems, or remove the plugin"
+                )
+            logging.warning("NsysPlugin: no effect: found no GPU and no command nsys")
+            return
         launcher = executor.get_launcher()
         launcher.nsys_profile = True
         launcher.nsys_trace = self.nsys_trace or ["nvtx", "cuda"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,12 @@ _WORDS = {
     "--data-path": "paths",
 }
 """Flags of Megatron-LM -> words of NeMo's where they differ."""
+_FREE = {
+    "hidden_dropout": "dropout",
+    "attention_dropout": "attention_dropout",
+    "seq_len_interpolation_factor": "rope_scaling",
+}
+"""Fields of ``GPTConfig`` -> settings of a model that count beside loaded weights too."""
 _GPT2_IDS = 50257
 
 
@@ -100,12 +107,18 @@ def recipe_settings(
     arguments, steps = line.arguments, trainer.max_steps
     if steps < 1:
         raise HexadError(f"Trainer: found max_steps={steps}; name the steps of the run")
+    if trainer.accumulate_grad_batches != 1:
+        raise HexadError(
+            f"Trainer: found accumulate_grad_batches={trainer.accumulate_grad_batches}; set the data "
+            "module's micro_batch_size and global_batch_size"
+        )
     _model(arguments, model.architecture)
     _data(arguments, model, data)
     degrees = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
     degrees |= {"context": "context_parallel_size", "sequence": "sequence_parallel"}
     named = strategy.named
-    vars(arguments).update({name: named[axis] for axis, name in degrees.items()}, **strategy.flags)
+    vars(arguments).update({name: named[axis] for axis, name in degrees.items()})
+    vars(arguments).update({name: value for name, value in strategy.flags.items() if value})
     arguments.num_virtual_stages_per_pipeline_rank = (
         named["virtual_stages"] if named["virtual_stages"] > 1 else None
     )
@@ -129,7 +142,8 @@ def recipe_settings(
             f"optim: found {type(model.optim).__name__}, expected a MegatronOptimizerModule; for another, "
             "override configure_optimizers of the model"
         )
-    tree |= model.optim.settings(steps)
+    for group, settings in model.optim.settings(steps).items():
+        tree[group] = {**tree.get(group, {}), **settings}
     _weights(tree, model)
     return translation, tree
 
@@ -228,9 +242,19 @@ def _weights(tree: dict[str, Any], model: GPTModel) -> None:
         }
     if model.weights is not None:
         # The files say what the model is; a recipe's own sizes are those of its class.
-        tree["model"] = {"load": model.weights}
+        tree["model"] = {"load": model.weights, **_beside_weights(config, settings)}
     if model.model_transform is not None:
         tree["model"]["lora"] = model.model_transform.settings()
+
+
+def _beside_weights(config: GPTConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a model that a recipe changes and its weights do not determine."""
+    plain = type(config)()
+    return {
+        name: settings[name]
+        for field, name in _FREE.items()
+        if getattr(config, field) != getattr(plain, field) and name in settings
+    }
 
 
 def _in_words(text: str) -> str:

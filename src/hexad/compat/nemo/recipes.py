@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from ..megatron.settings import OptimizerConfig
 from .callbacks import TimingCallback
-from .data import FineTuningDataModule
+from .data import FineTuningDataModule, PackedSequenceSpecs
 from .experiment import AutoResume, ModelCheckpoint, NeMoLogger, RestoreConfig, Trainer
 from .llm import finetune
 from .optim import CosineAnnealingScheduler, MegatronOptimizerModule
@@ -101,7 +101,9 @@ def default_finetune_recipe(
     tokenizer: Any = "model",
 ) -> Any:
     """A recipe of ``llm.finetune``; set ``recipe.data.dataset_root``, or ``recipe.data``: by default the
-    directory in which NeMo keeps SQuAD."""
+    directory in which NeMo keeps SQuAD. Samples are packed in any case; ``packed_sequence`` has the smaller
+    steps of NeMo's packed ones."""
+    packed = run.Config(PackedSequenceSpecs, packed_sequence_size=2048) if packed_sequence else None
     strategy = run.Config(
         MegatronStrategy,
         tensor_model_parallel_size=1,
@@ -133,8 +135,9 @@ def default_finetune_recipe(
             FineTuningDataModule,
             dataset_root=str(datasets_directory() / "squad"),
             seq_length=2048,
-            global_batch_size=128,
+            global_batch_size=8 if packed_sequence else 128,
             micro_batch_size=1,
+            packed_sequence_specs=packed,
         ),
         log=default_log(dir, name, tensorboard_logger(name)),
         optim=distributed_fused_adam_with_cosine_annealing(

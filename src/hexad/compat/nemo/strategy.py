@@ -113,6 +113,11 @@ class MegatronStrategy(HexadStrategy):
         **others: Any,
     ) -> None:
         check_arguments("MegatronStrategy", others, _WITHOUT_EFFECT, "checkpoint_io", **_ONLY)
+        if not isinstance(ddp, DistributedDataParallelConfig) and ddp not in ("megatron", "pytorch"):
+            raise HexadError(
+                f"MegatronStrategy: found ddp={ddp!r}, expected megatron, pytorch or a "
+                "DistributedDataParallelConfig"
+            )
         virtual = virtual_pipeline_model_parallel_size
         self.ddp = ddp if isinstance(ddp, DistributedDataParallelConfig) else DistributedDataParallelConfig()
         check_reduction(self.ddp)

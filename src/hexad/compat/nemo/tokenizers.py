@@ -12,6 +12,10 @@ from hexad.config import HexadError, one_line
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 
 from ..megatron.data import write_gpt2_tokenizer
+from ..megatron.installed import check_arguments
+
+_SPECIAL = "special_tokens mask_token bos_token eos_token pad_token sep_token cls_token unk_token"
+"""Arguments that change the ids of a text; a tokenizer's files say them."""
 
 
 class TokenizerSpec:
@@ -64,12 +68,18 @@ class AutoTokenizer(TokenizerSpec):
     Args:
         pretrained_model_name: a directory, or a model's name on the hub.
         chat_template: of ``ChatDataModule``, in place of its own.
-        others: accepted without effect.
+        others: ``use_fast`` and ``trust_remote_code``, without effect; special tokens are those of its files.
+
+    Raises:
+        HexadError: another argument.
     """
 
     def __init__(
         self, pretrained_model_name: str, *, chat_template: str | None = None, **others: Any
     ) -> None:
+        only: dict[str, Any] = {"include_special_tokens": False, "additional_special_tokens": []}
+        absent = f"{_SPECIAL} vocab_file merges_file"
+        check_arguments("AutoTokenizer", others, "use_fast trust_remote_code", absent, **only)
         name = str(pretrained_model_name)
         known = Path(name).exists() or name == "byte" or name.startswith("hf:")
         super().__init__(
@@ -101,10 +111,15 @@ class SentencePieceTokenizer(TokenizerSpec):
 
     Args:
         model_path: of its file.
-        others: accepted without effect.
+        others: of the text around special tokens, without effect; these tokens are those of the file.
+
+    Raises:
+        HexadError: another argument.
     """
 
     def __init__(self, model_path: str, **others: Any) -> None:
+        ignored = "legacy ignore_extra_whitespaces trim_spm_separator_after_special_token spm_separator"
+        check_arguments("SentencePieceTokenizer", others, ignored, "special_tokens chat_template")
         super().__init__({"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(model_path)})
 
 
@@ -146,6 +161,7 @@ def get_nmt_tokenizer(
     vocab_file: str | None = None,
     merges_file: str | None = None,
     vocab_size: int | None = None,
+    chat_template: str | None = None,
     **others: Any,
 ) -> TokenizerSpec:
     """A tokenizer by its library: ``sentencepiece``, ``huggingface``, ``megatron`` for GPT-2's, or ``null``.
@@ -156,13 +172,21 @@ def get_nmt_tokenizer(
         tokenizer_model: file of ``sentencepiece``.
         vocab_file, merges_file: of GPT-2's.
         vocab_size: with ``null``, see :class:`NullTokenizer`.
-        others: accepted without effect.
+        chat_template: with ``huggingface``, see :class:`AutoTokenizer`.
+        others: ``use_fast``, ``legacy`` and ``trust_remote_code``, without effect.
 
     Raises:
-        HexadError: another library, or no file.
+        HexadError: another library or argument, or no file.
     """
+    only = {"bpe_dropout": 0.0, "r2l": False}
+    absent = "special_tokens delimiter"
+    check_arguments("get_nmt_tokenizer", others, "use_fast legacy trust_remote_code", absent, **only)
     if library == "huggingface" and model_name:
-        return AutoTokenizer(model_name)
+        return AutoTokenizer(model_name, chat_template=chat_template)
+    if chat_template is not None:
+        raise HexadError(
+            f"get_nmt_tokenizer: found chat_template with library={library!r}; it is for huggingface"
+        )
     if library == "null" and vocab_size is not None:
         return NullTokenizer(vocab_size)
     if library == "sentencepiece" and tokenizer_model:
@@ -180,10 +204,15 @@ def get_nmt_tokenizer(
 def get_tokenizer(
     tokenizer_name: str, tokenizer_model: str | None = None, chat_template: str | None = None, **others: Any
 ) -> TokenizerSpec:
-    """A tokenizer by the name of a model or directory; ``sentencepiece`` with ``tokenizer_model``."""
+    """A tokenizer by the name of a model or directory; ``sentencepiece`` with ``tokenizer_model``.
+
+    Raises:
+        HexadError: an argument that is not supported, or no file.
+    """
     if tokenizer_name == "sentencepiece":
-        return get_nmt_tokenizer("sentencepiece", tokenizer_model=tokenizer_model)
-    if tokenizer_name.startswith("megatron"):
-        names = {"vocab_file": others.get("vocab_file"), "merges_file": others.get("merges_file")}
-        return get_nmt_tokenizer("megatron", "GPT2BPETokenizer", **names)
-    return AutoTokenizer(tokenizer_name, chat_template=chat_template)
+        library, name = "sentencepiece", None
+    elif tokenizer_name.startswith("megatron"):
+        library, name = "megatron", "GPT2BPETokenizer"
+    else:
+        library, name = "huggingface", tokenizer_name
+    return get_nmt_tokenizer(library, name, tokenizer_model, chat_template=chat_template, **others)

@@ -109,6 +109,7 @@ def test_without_a_gpu_nothing_runs(
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.slow
 def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
     """Before anything of Hexad that needs them is imported: they may be given as wheels."""
     program = f"""

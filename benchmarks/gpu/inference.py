@@ -91,7 +91,7 @@ def _no_grad(replica: Replica) -> Iterator[None]:
 
 
 def _decoded(bench: Bench, replica: Replica, config: Config, batch: int, first: int) -> dict[str, Any]:
-    """Of a batch: seconds of its prompts and of a step of all sequences, the host's part of it, kernels."""
+    """Figures of a batch: of its prompts, of a step of all sequences, kernels."""
     context, tokens = (16, 8) if bench.pretend else (CONTEXT, TOKENS)
     vocab = int(config.model.vocab)
     generator = torch.Generator().manual_seed(first)
@@ -125,7 +125,7 @@ def _decoded(bench: Bench, replica: Replica, config: Config, batch: int, first: 
 
 
 def _forward(bench: Bench, exact: bool) -> dict[str, Any]:
-    """Of the training forward pass without gradients, in bf16."""
+    """Figures of the training forward pass without gradients, in bf16."""
     toy = bench.pretend
     config = load_config(
         {

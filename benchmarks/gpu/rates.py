@@ -134,7 +134,7 @@ def _products(record: Record, bench: Bench) -> None:
 
 
 def _rates(bench: Bench, rows: int, out: int, inputs: int) -> dict[str, Any]:
-    """Of the three products with a weight."""
+    """TFLOP/s of the three products with a weight."""
     x, weight, gradient = (bench.random(*shape) for shape in ((rows, inputs), (out, inputs), (rows, out)))
     total = torch.zeros((out, inputs), device=bench.device)
     forms: dict[str, Callable[[], Any]] = {

@@ -80,8 +80,8 @@ def _attribute(error: AttributeError, system: str) -> str | None:
     if not named:
         return None
     kind = named[1] or named[2]
-    found = error.obj if isinstance(error.obj, type) else type(error.obj)
-    ours = _has(kind) if error.obj is None else found.__module__.startswith(_NAME)
+    owner = error.obj if isinstance(error.obj, type) else type(error.obj)
+    ours = _has(kind) if error.obj is None else owner.__module__.startswith(_NAME)
     return f"{kind}: found the attribute {named[3]!r}" if ours else None
 
 

@@ -101,7 +101,7 @@ def mesh_in(layout: Layout, device: torch.device) -> Mesh:
 
 
 def _timeout(device: torch.device) -> timedelta:
-    """Of the default process group, as the script has chosen it."""
+    """How long the default process group waits, as the script has chosen it."""
     # A group without a backend for the device, or with one that is written in Python, tells nothing.
     with suppress(AttributeError, RuntimeError):
         return cast(timedelta, dist.group.WORLD._get_backend(device).options._timeout)  # type: ignore[union-attr]

@@ -182,8 +182,8 @@ class Chunks:
         compute = compute_of(self.stages, self.count - 1)
         scaled = getattr(self.settings, "grad_scale_func", None)
 
-        def passed(stage: nn.Module, number: int, *given: Any) -> Tensor:
-            result = compute(stage, *given)
+        def passed(stage: nn.Module, number: int, *arguments: Any) -> Tensor:
+            result = compute(stage, *arguments)
             return scaled(result) if scaled is not None and number == self.count - 1 else result
 
         # Products are not deferred in these schedules: each module accumulates by itself.

@@ -134,9 +134,9 @@ def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh)
 
 def _check_names(config: Any) -> None:
     """Refuse settings that Megatron-Core does not have and no class of the script's own adds."""
-    own = getattr(type(config), "__dataclass_fields__", {})
+    fields = getattr(type(config), "__dataclass_fields__", {})
     for name in vars(config):
-        if name not in SETTINGS and name not in own and not hasattr(type(config), name):
+        if name not in SETTINGS and name not in fields and not hasattr(type(config), name):
             raise HexadError(
                 f"TransformerConfig: found {name}, which Megatron-Core does not have"
                 f"{did_you_mean(name, SETTINGS)}; leave it out"
@@ -268,8 +268,8 @@ def _naming_settings() -> Iterator[None]:
         names = {attribute: name for name, attribute in _ATTRIBUTES.items()}
         flags = [flag for flag in FLAGS.values() if flag.target == error.field]
         flags = [FLAGS[error.field]] if error.field in FLAGS else flags
-        found = [names.get(flag.attribute, flag.attribute) for flag in flags]
-        if not found:
+        attributes = [names.get(flag.attribute, flag.attribute) for flag in flags]
+        if not attributes:
             raise
-        settings = [f"TransformerConfig.{name}" for name in found if name in SETTINGS]
-        raise ConfigError((settings or [f"GPTModel.{found[0]}"])[0], error.problem) from None
+        settings = [f"TransformerConfig.{name}" for name in attributes if name in SETTINGS]
+        raise ConfigError((settings or [f"GPTModel.{attributes[0]}"])[0], error.problem) from None

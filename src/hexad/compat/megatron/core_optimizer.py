@@ -48,10 +48,10 @@ def get_megatron_optimizer(
     check_update(config)
     here = {"optimizer": "adam", "fp16": False, "decoupled_lr": None, "optimizer_cpu_offload": False}
     for name, value in here.items():
-        found = getattr(config, name, value)
-        if found != value:
+        setting = getattr(config, name, value)
+        if setting != value:
             raise HexadError(
-                f"OptimizerConfig.{name}: found {found}, which is not supported here; use {value}"
+                f"OptimizerConfig.{name}: found {setting}, which is not supported here; use {value}"
             )
     return MegatronOptimizer(config, chunks)
 
@@ -386,11 +386,11 @@ class OptimizerParamScheduler:
             HexadError: other rates or lengths, unless one of the options says which to use.
         """
         for name in () if self._overrides else sorted(self.state_dict().keys() & state_dict.keys()):
-            own, saved = getattr(self, name), state_dict[name]
-            if name != "num_steps" and own != saved and not self._adopts:
+            value, saved = getattr(self, name), state_dict[name]
+            if name != "num_steps" and value != saved and not self._adopts:
                 raise HexadError(
-                    f"OptimizerParamScheduler: found {name} {own}, but {saved} in the checkpoint; make them "
-                    "equal, or pass use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
+                    f"OptimizerParamScheduler: found {name} {value}, but {saved} in the checkpoint; make "
+                    "them equal, or pass use_checkpoint_opt_param_scheduler or override_opt_param_scheduler"
                 )
             setattr(self, name, saved)
         self.num_steps = 0

@@ -140,10 +140,10 @@ LocalNonpersitentObject = LocalNonpersistentObject
 def sharded_state_dict(module: nn.Module, prefix: str, config: Config | None) -> dict[str, ShardedTensor]:
     """The parameters of a module as sharded tensors, by their names in its ``state_dict``, after a prefix."""
     mesh = parallel_state.get_mesh()
-    held = {declared.parameter: declared for declared in declared_parameters(module)}
+    by_parameter = {declared.parameter: declared for declared in declared_parameters(module)}
     state: dict[str, ShardedTensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        declared = held[parameter]
+        declared = by_parameter[parameter]
         pieces = tuple(_pieces(declared, prefix))
         holder = _holder(declared, mesh)
         state[f"{prefix}{name}"] = ShardedTensor(f"{prefix}{name}", parameter.data, pieces, holder, config)
@@ -363,11 +363,11 @@ def _united(one: Any, other: Any) -> Any:
 def _state(directory: Path) -> dict[str, Any]:
     """What a checkpoint has beside sharded tensors."""
     if not (directory / MANIFEST_FILE).is_file():
-        found = "no checkpoint"
+        content = "no checkpoint"
         if (directory / _FOREIGN).is_file():
             convert = f"hexad checkpoint import --from megatron:{directory}"
-            found = f"a checkpoint of Megatron-Core; convert it: {convert}"
-        raise HexadError(f"dist_checkpointing: {directory}: found {found}")
+            content = f"a checkpoint of Megatron-Core; convert it: {convert}"
+        raise HexadError(f"dist_checkpointing: {directory}: found {content}")
     kept = read_manifest(directory).progress.get("megatron")
     state: dict[str, Any] = {"common": {}, "objects": {}, "content": None}
     return state if kept is None else {**state, **tags.decoded(kept)}

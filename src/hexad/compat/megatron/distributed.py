@@ -70,15 +70,15 @@ class Float16Module(Wrapper):
 
     def __init__(self, config: Any, module: nn.Module) -> None:
         super().__init__()
-        given = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-        dtypes = [dtype for dtype, name in given.items() if getattr(config, name, False)]
+        flags = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+        dtypes = [dtype for dtype, name in flags.items() if getattr(config, name, False)]
         if not dtypes:
             raise HexadError("Float16Module: found neither config.bf16 nor config.fp16; leave it out")
         self._dtype = dtypes[0]
-        found = next((parameter.dtype for parameter in module.parameters()), self._dtype)
-        if isinstance(module, Transformer) and found != self._dtype:
+        dtype = next((parameter.dtype for parameter in module.parameters()), self._dtype)
+        if isinstance(module, Transformer) and dtype != self._dtype:
             raise HexadError(
-                f"Float16Module: found a model in {found}; make it with TransformerConfig(params_dtype="
+                f"Float16Module: found a model in {dtype}; make it with TransformerConfig(params_dtype="
                 f"{self._dtype})"
             )
         self.config, self.module = config, module.to(self._dtype)
@@ -131,14 +131,14 @@ class DistributedDataParallel(Wrapper):
         self.config, self.module = config, module
         self.ddp_config = ddp_config or DistributedDataParallelConfig()
         self.mesh = parallel_state.get_mesh()
-        self._trained = [found for found in declared_parameters(module) if found.parameter.requires_grad]
+        self._trained = [one for one in declared_parameters(module) if one.parameter.requires_grad]
         dtype = _common_dtype(self._trained)
         wide = torch.promote_types(dtype, torch.float32)
         accumulated = wide if getattr(self.ddp_config, "grad_reduce_in_fp32", False) else dtype
         self.formats = Formats(dtype, accumulated, accumulated, dtype)
         elements = getattr(self.ddp_config, "bucket_size", None) or _BUCKET
         self._limit = float("inf") if disable_bucketing else float(elements * accumulated.itemsize)
-        self.grids = {found.declaration.weights[0].grid for found in self._trained}
+        self.grids = {one.declaration.weights[0].grid for one in self._trained}
         self.accumulating = self._finished = self._discards = False
         self._before: list[Tensor] | None = None
         self._allocate(shardings(self.grids, self.mesh, 0), 0)
@@ -281,9 +281,9 @@ def _common_dtype(trained: Sequence[Declared]) -> torch.dtype:
     """
     dtypes = sorted({str(declared.parameter.dtype) for declared in trained})
     if len(dtypes) != 1:
-        found = ", ".join(dtypes) or "no parameter that requires a gradient"
+        formats = ", ".join(dtypes) or "no parameter that requires a gradient"
         raise HexadError(
-            f"DistributedDataParallel: found {found}; pass a module with parameters of one format"
+            f"DistributedDataParallel: found {formats}; pass a module with parameters of one format"
         )
     return trained[0].parameter.dtype
 

@@ -54,13 +54,13 @@ def check_tied(one_rank: bool, zero: int) -> None:
         )
 
 
-def _resolved(config: Any, spec: Any, given: dict[str, Any]) -> Resolved:
+def _resolved(config: Any, spec: Any, arguments: dict[str, Any]) -> Resolved:
     """The model of the flags, with which the arguments agree; without flags the one that they describe."""
     if not started():
-        return resolved_core_model(config, spec, given)
+        return resolved_core_model(config, spec, arguments)
     if config is not None:
         check_config(config)
-    check_agrees("GPTModel", given, _of_flags())
+    check_agrees("GPTModel", arguments, _of_flags())
     return resolved_model()
 
 
@@ -73,18 +73,18 @@ def _stage_number(
         HexadError: a script says that it has the embedding or the head, or has not, against the layout.
     """
     schedule = resolved.plan.schedule
-    own = schedule.stages_of(parallel_state.get_mesh().pipeline.rank)
+    numbers = schedule.stages_of(parallel_state.get_mesh().pipeline.rank)
     current = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
-    number = own[current or 0]
-    wanted = (number == 0, number == schedule.stages - 1)
-    found = (
-        wanted[0] if pre_process is None else pre_process,
-        wanted[1] if post_process is None else post_process,
+    number = numbers[current or 0]
+    ends = (number == 0, number == schedule.stages - 1)
+    said = (
+        ends[0] if pre_process is None else pre_process,
+        ends[1] if post_process is None else post_process,
     )
-    if found != wanted:
+    if said != ends:
         raise HexadError(
-            f"GPTModel: found pre_process {found[0]} and post_process {found[1]} on stage {number} of "
-            f"{schedule.stages}; expected {wanted[0]} and {wanted[1]}"
+            f"GPTModel: found pre_process {said[0]} and post_process {said[1]} on stage {number} of "
+            f"{schedule.stages}; expected {ends[0]} and {ends[1]}"
         )
     return number
 
@@ -161,7 +161,7 @@ class GPTModel(Transformer):
         only = {"num_tokentypes": 0, "scatter_embedding_sequence_parallel": True}
         check_arguments("GPTModel", _without_flags(others), ignored, absent, **only)
         check_spec(transformer_layer_spec)
-        given = {
+        arguments = {
             "vocab_size": vocab_size,
             "max_sequence_length": max_sequence_length,
             "share_embeddings_and_output_weights": share_embeddings_and_output_weights,
@@ -173,7 +173,7 @@ class GPTModel(Transformer):
         }
         if fp16_lm_cross_entropy:
             raise HexadError("GPTModel: found fp16_lm_cross_entropy; it is not supported: leave it out")
-        resolved = _resolved(config, transformer_layer_spec, given)
+        resolved = _resolved(config, transformer_layer_spec, arguments)
         mesh, settings, plan = parallel_state.get_mesh(), resolved.config, resolved.plan
         if mesh.context.size > 1:
             raise HexadError(
@@ -221,8 +221,8 @@ class GPTModel(Transformer):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight of the embedding on the first stage, of the head on the last one; None on others."""
-        held = self.embedding if self.embedding is not None else self.head
-        return None if held is None else held.weight
+        table = self.embedding if self.embedding is not None else self.head
+        return None if table is None else table.weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """The previous stage's result, ``[tokens (/ size), hidden]``, or a list of that; None on the first

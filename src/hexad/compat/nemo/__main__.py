@@ -22,8 +22,8 @@ if __name__ == "__main__":
     as_module = words[:1] == ["-m"]
     words = words[as_module:]
     if not words or not (as_module or Path(words[0]).is_file()):
-        given = words[0] if words else "no script"
-        print(f"hexad: error: found {given}; expected a script and its arguments", file=sys.stderr)
+        script_name = words[0] if words else "no script"
+        print(f"hexad: error: found {script_name}; expected a script and its arguments", file=sys.stderr)
         sys.exit(2)
     script = ["-m", words[0]] if as_module else [str(Path(words[0]).resolve())]
     _start_ranks_with([sys.executable, "-m", "hexad.compat.nemo", *script, *words[1:]])

@@ -212,8 +212,8 @@ class MemoryProfileCallback(Callback):
         self.dir, self.ranks = Path(dir), tuple(ranks)
 
     def _active(self, trainer: Trainer) -> bool:
-        own = not self.ranks or get_rank() in self.ranks
-        return own and trainer.strategy.root_device.type == "cuda"
+        recorded = not self.ranks or get_rank() in self.ranks
+        return recorded and trainer.strategy.root_device.type == "cuda"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to record."""

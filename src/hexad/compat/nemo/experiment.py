@@ -32,11 +32,11 @@ class Trainer(pl.Trainer):
     on the CPU of a host without one, which is logged."""
 
     @wraps(pl.Trainer.__init__)  # type: ignore[misc]
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         if named.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
             log.warning("Trainer: found no GPU for accelerator=%r: the CPU trains", named["accelerator"])
             named["accelerator"] = "cpu"
-        super().__init__(*given, **named)
+        super().__init__(*arguments, **named)
 
     def fit(
         self,

@@ -148,7 +148,7 @@ def further_settings(config: GPTConfig) -> dict[str, Any]:
         HexadError: a setting that is not supported, or has no flag and would change the numbers.
     """
     flags = {flag.attribute: flag for flag in FLAGS.values()}
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, default in FURTHER.items():
         value = getattr(config, name)
         if name in _OF_GPT or name in _NO_EFFECT or value == default:
@@ -159,5 +159,5 @@ def further_settings(config: GPTConfig) -> dict[str, Any]:
             shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
             raise HexadError(f"GPTConfig.{name}: found {shown}; it is not supported: leave it out")
         if flag.effect == "sets":
-            found[attribute] = value
-    return found
+            attributes[attribute] = value
+    return attributes

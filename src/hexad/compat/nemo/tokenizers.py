@@ -98,12 +98,12 @@ class AutoTokenizer(TokenizerSpec):
         try:
             from transformers import AutoTokenizer as Published
 
-            found = Published.from_pretrained(name)
+            tokenizer = Published.from_pretrained(name)
         except (ImportError, OSError, ValueError) as error:
             raise HexadError(f"AutoTokenizer.tokenizer: {name}: {one_line(error)}") from None
         if self.chat_template is not None:
-            found.chat_template = self.chat_template
-        return found
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
 
 
 class SentencePieceTokenizer(TokenizerSpec):

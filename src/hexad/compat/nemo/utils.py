@@ -60,7 +60,7 @@ def safe_import_from(
 ) -> tuple[Any, bool]:
     """A name of a module or of a second one, and whether it could be imported; otherwise ``alt``."""
     for name in filter(None, (module, fallback_module)):
-        found, there = safe_import(name)
-        if there and hasattr(found, symbol):
-            return getattr(found, symbol), True
+        imported, succeeded = safe_import(name)
+        if succeeded and hasattr(imported, symbol):
+            return getattr(imported, symbol), True
     return alt, False

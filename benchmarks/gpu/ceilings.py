@@ -24,6 +24,7 @@ from .record import Record
 TOY = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab": 300}
 MODELS = {"1B": {"preset": "llama3.2-1b"}, "8B": {"preset": "llama3-8b"}}
 DEGREES = (1, 2, 8)
+TOKENS = 8192
 NARROW = ((4096, 512), (8192, 1024), (2048, 1024))
 """Weights ``[out, in]`` of row-parallel layers, narrow as those of many tensor ranks."""
 HEADS = {"1B": (32, 8, 64), "8B": (32, 8, 128)}
@@ -42,7 +43,8 @@ def run(record: Record) -> None:
             for parameter, shape in products(settings, tensor).items():
                 row = {"model": name, "tensor": tensor, "weight": parameter}
                 with record.attempt(f"product with {parameter} of {name}, tensor {tensor}"):
-                    record.add("matrix_products", row | _product(bench, *shape))
+                    rates = product_rates(bench, TOKENS if not bench.pretend else 64, *shape)
+                    record.add("matrix_products", row | rates)
     for shape in ((64, 32),) if bench.pretend else NARROW:
         with record.attempt(f"forms of the weight gradient {shape}"):
             record.add("weight_gradient_forms", _forms(bench, *shape))
@@ -50,7 +52,7 @@ def run(record: Record) -> None:
         for tokens in (64,) if bench.pretend else (4096, 8192):
             for kernel, action in _kernels(bench, *heads, tokens):
                 row = {"model": name, "tokens": tokens, "kernel": kernel}
-                record.add("attention", row | _attention(bench, *heads, tokens, action))
+                record.add("attention", row | attention_rates(bench, *heads, tokens, action))
 
 
 def _first_step(record: Record, bench: Bench) -> None:
@@ -88,9 +90,8 @@ def products(settings: dict[str, Any], tensor: int) -> dict[str, tuple[int, int]
     }
 
 
-def _product(bench: Bench, out: int, inputs: int) -> dict[str, Any]:
+def product_rates(bench: Bench, tokens: int, out: int, inputs: int) -> dict[str, Any]:
     """Shapes and TFLOP/s of the three products with a weight, as Hexad's layers make them."""
-    tokens = 64 if bench.pretend else 8192
     x, weight, gradient = (bench.random(*shape) for shape in ((tokens, inputs), (out, inputs), (tokens, out)))
     total = torch.zeros((out, inputs), device=bench.device)
     actions: dict[str, Callable[[], Any]] = {
@@ -191,7 +192,7 @@ def _newest(name: str, action: Callable[..., torch.Tensor], *operands: torch.Ten
     return action(*operands)
 
 
-def _attention(
+def attention_rates(
     bench: Bench, heads: int, kv_heads: int, width: int, tokens: int, kernel: Callable[..., torch.Tensor]
 ) -> dict[str, Any]:
     """TFLOP/s of causal attention, half of the pairs counted, forward and with backward; or why not."""

@@ -46,14 +46,7 @@ def run(record: Record) -> None:
     """Groups first, then calls over each."""
     bench = Bench.of(record.pretend)
     begin = time.perf_counter()
-    dist.init_process_group(
-        "gloo" if bench.pretend else "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=LIMIT,
-        device_id=None if bench.pretend else bench.device,
-    )
+    join_alone(bench)
     record.put("default_group_seconds", time.perf_counter() - begin)
     groups = _groups(record, bench)
     axes = {kind: Alone(kind.split(",")[0], (0,), 0, group, bench.device) for kind, group in groups.items()}
@@ -68,6 +61,18 @@ def run(record: Record) -> None:
     begin = time.perf_counter()
     dist.destroy_process_group()
     record.put("destroy_seconds", time.perf_counter() - begin)
+
+
+def join_alone(bench: Bench) -> None:
+    """Start a world of this process."""
+    dist.init_process_group(
+        "gloo" if bench.pretend else "nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=LIMIT,
+        device_id=None if bench.pretend else bench.device,
+    )
 
 
 def _groups(record: Record, bench: Bench) -> dict[str, Any]:

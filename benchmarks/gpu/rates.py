@@ -6,22 +6,21 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.comm import all_reduce_async
 from hexad.model import attention_kernels
 from hexad.parallel.context.spans import Spans
-from hexad.parallel.contributions import WeightGradient
 
-from .ceilings import _attention
+from .ceilings import attention_rates, product_rates
 from .device import Bench
-from .nccl import LIMIT, Alone
+from .nccl import Alone, join_alone
 from .record import Record
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
@@ -62,14 +61,7 @@ def _host(record: Record, bench: Bench) -> None:
     """Microseconds of the host for calls of the smallest size, many in a row without waiting."""
     x, weight = bench.random(16, 16), bench.random(16, 16)
     leaf = bench.random(16, 16).requires_grad_()
-    dist.init_process_group(
-        "gloo" if bench.pretend else "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=LIMIT,
-        device_id=None if bench.pretend else bench.device,
-    )
+    join_alone(bench)
     axis = Alone("tensor", (0,), 0, dist.group.WORLD, bench.device)
     calls: dict[str, Callable[[], Any]] = {
         "add in place": lambda: x.add_(0.0),
@@ -130,28 +122,14 @@ def _products(record: Record, bench: Bench) -> None:
     """Rows of several lengths by the weights of a layer."""
     for name, (out, inputs) in {"toy": (32, 64)}.items() if bench.pretend else SHAPES.items():
         for rows in (64,) if bench.pretend else ROWS:
-            record.add("products", {"weight": name} | _rates(bench, rows, out, inputs))
-
-
-def _rates(bench: Bench, rows: int, out: int, inputs: int) -> dict[str, Any]:
-    """TFLOP/s of the three products with a weight."""
-    x, weight, gradient = (bench.random(*shape) for shape in ((rows, inputs), (out, inputs), (rows, out)))
-    total = torch.zeros((out, inputs), device=bench.device)
-    forms: dict[str, Callable[[], Any]] = {
-        "forward": lambda: F.linear(x, weight),
-        "input_gradient": lambda: gradient @ weight,
-        "weight_gradient": lambda: WeightGradient(gradient, x).add_to(total, False),
-    }
-    flops = 2.0 * rows * out * inputs
-    rates = {f"{name}_tflops": flops / bench.seconds(form, 5, 2) / 1e12 for name, form in forms.items()}
-    return {"rows": rows, "out": out, "in": inputs} | rates
+            record.add("products", {"weight": name} | product_rates(bench, rows, out, inputs))
 
 
 def _head(record: Record, bench: Bench) -> None:
     """The output head's products by rows at a time and size of the vocabulary."""
     for vocab in (300,) if bench.pretend else VOCABULARIES:
         for rows in (64,) if bench.pretend else (2048, 4096, 8192):
-            record.add("head", _rates(bench, rows, vocab, 64 if bench.pretend else 4096))
+            record.add("head", product_rates(bench, rows, vocab, 64 if bench.pretend else 4096))
 
 
 def _lengths(record: Record, bench: Bench) -> None:
@@ -163,8 +141,13 @@ def _lengths(record: Record, bench: Bench) -> None:
         )
         for tokens in (64,) if bench.pretend else LENGTHS:
             spans = Spans(tokens, 1)
-            rates = _attention(bench, heads, kv_heads, width, tokens, lambda q, k, v: kernel(q, k, v, spans))  # noqa: B023
+            action = partial(_with_spans, kernel, spans)
+            rates = attention_rates(bench, heads, kv_heads, width, tokens, action)
             record.add("attention", {"width": width, "tokens": tokens} | rates)
+
+
+def _with_spans(kernel: Callable[..., torch.Tensor], spans: Spans, *operands: torch.Tensor) -> torch.Tensor:
+    return kernel(*operands, spans)
 
 
 def _reserved(record: Record, bench: Bench) -> None:

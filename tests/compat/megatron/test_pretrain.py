@@ -54,21 +54,21 @@ def pretrained(
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def run_metrics(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The metrics of a run with the flags, which all scripts reproduce."""
     run = tmp_path_factory.mktemp("run")
     assert call("megatron", "--", *FLAGS, "--mock-data", "--save", str(run / "run")).status == 0
     return metrics(run / "run")
 
 
-def test_a_script_trains_as_a_run_does(wanted: list[float], tmp_path: Path) -> None:
+def test_a_script_trains_as_a_run_does(run_metrics: list[float], tmp_path: Path) -> None:
     script = tmp_path / "script"
     done = pretrained(4, *LAYOUT, "--mock-data", "--spam", "1", "--num-experts", "2", "--save", str(script))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("hexad: --spam 1, --num-experts 2: ignored") == 1
     assert done.stdout.count("building GPT model") == 1
-    assert metrics(script) == pytest.approx(wanted, rel=3e-5)
-    assert wanted[-4] < wanted[0]
+    assert metrics(script) == pytest.approx(run_metrics, rel=3e-5)
+    assert run_metrics[-4] < run_metrics[0]
 
 
 ZERO = ["--deepspeed", "--zero-stage", "1"]
@@ -83,7 +83,7 @@ ZERO = ["--deepspeed", "--zero-stage", "1"]
     ],
 )
 def test_scripts_of_other_releases_train_as_a_run_does(
-    name: str, flags: list[str], wanted: list[float], tmp_path: Path
+    name: str, flags: list[str], run_metrics: list[float], tmp_path: Path
 ) -> None:
     if "--deepspeed" in flags:
         config = tmp_path / "ds.json"
@@ -92,7 +92,7 @@ def test_scripts_of_other_releases_train_as_a_run_does(
     script = SCRIPT.with_name(f"{name}.py")
     done = pretrained(2, *flags, "--mock-data", "--save", str(tmp_path / "script"), script=script)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics(tmp_path / "script") == pytest.approx(wanted, rel=3e-5)
+    assert metrics(tmp_path / "script") == pytest.approx(run_metrics, rel=3e-5)
 
 
 RAMP = "--train-samples 24 --rampup-batch-size 4 4 8"

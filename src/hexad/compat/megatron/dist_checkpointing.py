@@ -266,7 +266,7 @@ def _note_differences(state: Any, mesh: Mesh) -> None:
 
 
 _Digests = dict[str, frozenset[str]]
-"""Of the values that ranks have under a name."""
+"""Hashes of the values that ranks have under a name."""
 _LACKS = frozenset(("",))
 
 

@@ -190,12 +190,14 @@ def bf16_with_fp8_current_scaling_mixed() -> Any:
 
 
 def nemotron_h_bf16_with_fp8_current_scaling_mixed() -> Any:
-    """As :func:`bf16_with_fp8_current_scaling_mixed`, of two layers."""
+    """Products in fp8, without those of the first two and last two layers, see
+    :func:`bf16_with_fp8_current_scaling_mixed`."""
     return _fp8(bf16_mixed(), "tensorwise", 2)
 
 
 def nanov2_bf16_with_fp8_current_scaling_mixed() -> Any:
-    """As :func:`bf16_with_fp8_current_scaling_mixed`, of two layers."""
+    """Products in fp8, scaled by blocks, without those of the first two and last two layers, see
+    :func:`bf16_with_fp8_current_scaling_mixed`."""
     return _fp8(bf16_mixed(), "blockwise", 2)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from tests.parity.context_cases import CONTEXT_GRID
+from tests.parity.expert_cases import EXPERT_GRID
 from tests.parity.harness import (
     ADAPTED_GRID,
     COPIED_GRID,
-    EXPERT_GRID,
     GRID,
     PIPELINE_GRID,
     STATE_GRID,

@@ -18,8 +18,8 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
 from ..parity.context_cases import CONTEXT_PAIRS
+from ..parity.expert_cases import MIXTRAL
 from ..parity.harness import (
-    EXPERT_GRID,
     PIPELINE_GRID,
     TOLERANCE,
     VARIANTS,
@@ -189,7 +189,7 @@ CASES = (
     replace(PIPELINE_GRID[1], data=1),
     CONTEXT_PAIRS[0],
     replace(CONTEXT_PAIRS[2], tensor=1),
-    EXPERT_GRID[1],
+    Case(MIXTRAL, 2, expert=2, zero=1, samples=6),
 )
 """Of four ranks at most; :mod:`benchmarks.gpu.layouts` has all."""
 

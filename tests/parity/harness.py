@@ -34,7 +34,7 @@ class Variant:
         documents: ``join`` or ``isolate``.
         masked: share of targets that are ignored, unevenly over the samples.
         micro: sequences per microbatch.
-        experts: feed-forward layers are those of :mod:`tests.parity.mixture`.
+        equal_scores: routers begin with zeros: ties, all tokens to the first experts.
     """
 
     name: str
@@ -42,35 +42,35 @@ class Variant:
     documents: str = "join"
     masked: float = 0.0
     micro: int = 1
-    experts: bool = False
+    equal_scores: bool = False
     overrides: Tree = field(default_factory=dict)
 
 
 # Sizes are odd on purpose: heads wider than hidden / heads, a vocabulary that leaves ranks with padding only.
-_SMALL = {"layers": 2, "hidden": 20, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 28}
+SMALL = {"layers": 2, "hidden": 20, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 28}
 VARIANTS = (
-    Variant("llama, GQA, masks", {**_SMALL, "vocab": 101}, masked=0.4, micro=2),
+    Variant("llama, GQA, masks", {**SMALL, "vocab": 101}, masked=0.4, micro=2),
     Variant(
-        "llama, tied, isolate", {**_SMALL, "kv_heads": 8, "vocab": 193, "tied_embeddings": True}, "isolate"
+        "llama, tied, isolate", {**SMALL, "kv_heads": 8, "vocab": 193, "tied_embeddings": True}, "isolate"
     ),
-    Variant("gpt2, tied, masks", {**_SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 67}, masked=0.3),
+    Variant("gpt2, tied, masks", {**SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 67}, masked=0.3),
     Variant(
         "gpt2, untied, isolate",
-        {**_SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 131, "tied_embeddings": False},
+        {**SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 131, "tied_embeddings": False},
         "isolate",
         micro=2,
     ),
-    Variant("qwen2, QKV bias, tied", {**_SMALL, "family": "qwen2", "vocab": 97, "tied_embeddings": True}),
-    Variant("qwen3, QK norm, masks", {**_SMALL, "family": "qwen3", "vocab": 64}, masked=0.2, micro=2),
+    Variant("qwen2, QKV bias, tied", {**SMALL, "family": "qwen2", "vocab": 97, "tied_embeddings": True}),
+    Variant("qwen3, QK norm, masks", {**SMALL, "family": "qwen3", "vocab": 64}, masked=0.2, micro=2),
     Variant(
         "phi3, partial rotary, window, isolate",
-        {**_SMALL, "family": "phi3", "vocab": 89, "rotary_fraction": 0.67, "sliding_window": 3},
+        {**SMALL, "family": "phi3", "vocab": 89, "rotary_fraction": 0.67, "sliding_window": 3},
         "isolate",
     ),
     Variant(
         "granite, multipliers, tied, masks",
         {
-            **_SMALL,
+            **SMALL,
             "family": "granite",
             "vocab": 113,
             "tied_embeddings": True,
@@ -109,6 +109,8 @@ class Case:
     group_size: int | str = "auto"
     balance: str = "auto"
     expert: int = 1
+    expert_tensor: int = 1
+    dispatcher: str = "auto"
 
     @property
     def world(self) -> int:
@@ -122,6 +124,8 @@ class Case:
     def layout(self) -> str:
         around = f"data {self.data} x {self.tensor_axis}"
         around += f" x expert {self.expert}" if self.expert > 1 else ""
+        around += f" x expert_tensor {self.expert_tensor}" if self.expert_tensor > 1 else ""
+        around += f" {self.dispatcher}" if self.expert * self.expert_tensor > 1 else ""
         return around if self.context == 1 else f"{around} x {self.context_axis}"
 
     @property
@@ -130,6 +134,11 @@ class Case:
         groups = f" of {self.group_size}" if self.method == "ulysses_ring" else ""
         balance = f", {self.balance}" if self.balance != "auto" else ""
         return f"context {self.context} {self.method}{groups}{balance}"
+
+    @property
+    def mixture(self) -> str:
+        """Which mixture of experts the model has."""
+        return self.variant.name
 
     @property
     def plan(self) -> tuple[str, int]:
@@ -172,10 +181,16 @@ class Case:
         split = self.split if isinstance(self.split, str) else "/".join(map(str, self.split))
         return f"{self.variant.name}; {self.microbatches} microbatches, split {split}"
 
+    def _model(self) -> dict[str, Any]:
+        model = dict(self.variant.model)
+        if "moe" in model:
+            model["moe"] = {**model["moe"], "dispatcher": self.dispatcher}
+        return model
+
     def config(self) -> Config:
         tree: dict[str, Any] = {
             "run": {"steps": 10, "compile": self.compile},
-            "model": dict(self.variant.model),
+            "model": self._model(),
             "data": {"sequence": 12, "documents": self.variant.documents},
             "batch": {"micro": self.variant.micro, "global": self.samples},
             "parallel": {
@@ -184,6 +199,7 @@ class Case:
                 "tensor_chunks": self.chunks,
                 "data": self.data,
                 "expert": self.expert,
+                "expert_tensor": self.expert_tensor,
                 "context": self.context,
                 "context_method": self.method,
                 "context_ulysses": self.group_size,
@@ -221,33 +237,10 @@ DROPPED = tuple(
 )
 
 
-EXPERTS = Variant(
-    "mixture, masks", {**_SMALL, "ffn_hidden": 12, "layers": 4, "vocab": 71}, masked=0.3, experts=True
-)
-EXPERTS_DROPPED = replace(EXPERTS, name="mixture, dropout", model={**EXPERTS.model, "dropout": 0.1}, micro=2)
-_EXPERTS = (
-    Case(EXPERTS, data=2),
-    Case(EXPERTS_DROPPED, data=2, expert=2, zero=1),
-    Case(EXPERTS, data=4, expert=2, zero=2, replicas=2, recompute="full"),
-    Case(EXPERTS_DROPPED, data=4, expert=4, zero=3, recompute="selective"),
-    Case(EXPERTS, tensor=2, expert=2),
-    Case(EXPERTS_DROPPED, data=2, tensor=2, expert=2, zero=3),
-    Case(EXPERTS, context=2, data=2, expert=2, zero=1),
-    Case(EXPERTS, data=2, expert=2, pipeline=2, recompute="full"),
-    Case(EXPERTS_DROPPED, data=2, expert=2, pipeline=2, schedule="interleaved", virtual=2, zero=2),
-    Case(EXPERTS, data=2, expert=2, pipeline=2, schedule="zb_h1", zero=3),
-    Case(EXPERTS, data=2, tensor=2, expert=2, pipeline=2, schedule="zb_v", virtual=2),
-)
-
-
 def up_to_three_microbatches(cases: Iterable[Case]) -> tuple[Case, ...]:
     """The cases with a first, a middle and a last microbatch on each data rank, or as many as eight samples
     make."""
     return tuple(replace(case, samples=min(8, 3 * case.variant.micro * case.data)) for case in cases)
-
-
-EXPERT_GRID = up_to_three_microbatches(_EXPERTS)
-"""A branch of the tests' own on the expert grid, with an auxiliary loss and grouped products."""
 
 
 def state_cases() -> tuple[Case, ...]:
@@ -544,7 +537,7 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
     """Train a few steps on this rank; returns losses, norms, and this rank's pieces."""
     from hexad.engine.engine import Engine
 
-    from . import mixture, mutations
+    from . import mutations
 
     config = case.config()
     if config.run.compile != "none":
@@ -553,11 +546,10 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
         torch.compiler.reset()
         pointwise._compiled.cache_clear()
     mesh = _mesh(layout_of(case), torch.device(device))
-    with (
-        mixture.in_place_of_feed_forward() if case.variant.experts else nullcontext(),
-        mutations.applied(mutation, mesh) if mutation else nullcontext(),
-    ):
+    with mutations.applied(mutation, mesh) if mutation else nullcontext():
         engine = Engine(config, mesh)
+        if case.variant.equal_scores:
+            _zero_routers(engine)
         results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(case.steps)]
         # A compiled update leaves gradients as they are before clipping.
         norm, clip = results[-1].grad_norm, engine.optimizer.clip
@@ -568,6 +560,13 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
         weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
     losses = [loss for result in results for loss in (result.loss, *result.auxiliary.values())]
     return losses, [result.grad_norm for result in results], gradients, weights
+
+
+def _zero_routers(engine: Any) -> None:
+    for chunk in engine.weights():
+        if chunk.name.endswith("router.weight"):
+            chunk.tensor.zero_()
+    engine.publish()
 
 
 def layout_of(case: Case) -> Layout:

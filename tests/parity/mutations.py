@@ -10,12 +10,10 @@ import torch
 
 from hexad import comm
 from hexad.engine import language
-from hexad.model.auxiliary import Auxiliary
 from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
 from hexad.optim.schedule import Rates
-from hexad.parallel.contributions import WeightGradient
 from hexad.parallel.data import buckets, gradients, ordering
 from hexad.parallel.data.buckets import StateSharding
 from hexad.parallel.inventory import Parameter
@@ -24,7 +22,8 @@ from hexad.parallel.tensor import embedding, linear, loss
 from hexad.topology.mesh import Mesh
 
 from .context_mutations import CONTEXT_MUTATIONS
-from .harness import EVERY_ADAPTED, EXPERT_GRID, VARIANTS, Case, deep, fewer
+from .expert_mutations import EXPERT_MUTATIONS
+from .harness import EVERY_ADAPTED, VARIANTS, Case, deep, fewer
 from .mutation import Mutation, Patches, same, same_async
 from .state_mutations import STATE_MUTATIONS
 
@@ -257,42 +256,6 @@ def _local_layer_names(mesh: Mesh) -> Patches:
     return [mock.patch.object(ModelInventory, "stage", stage)]
 
 
-def _local_auxiliary(mesh: Mesh) -> Patches:
-    original = language.LanguageModel._auxiliary
-
-    def auxiliary(self: Any, targets: int, microbatches: int) -> Any:
-        return original(self, targets * self.mesh.data.size, microbatches)
-
-    return [mock.patch.object(language.LanguageModel, "_auxiliary", auxiliary)]
-
-
-def _unscaled_auxiliary(mesh: Mesh) -> Patches:
-    return [mock.patch.object(Auxiliary, "scaled", lambda self, factor: self)]
-
-
-def _tensor_rank_auxiliary(mesh: Mesh) -> Patches:
-    return [mock.patch.object(language, "all_reduce", same)]
-
-
-def _shifted_rows(mesh: Mesh) -> Patches:
-    original = WeightGradient.add_to
-
-    def add_to(self: WeightGradient, total: torch.Tensor, fresh: bool) -> None:
-        rows = None if self.rows is None else [*self.rows[1:], self.rows[0]]
-        original(self._replace(rows=rows), total, fresh)
-
-    return [mock.patch.object(WeightGradient, "add_to", add_to)]
-
-
-def _dense_grid_only(mesh: Mesh) -> Patches:
-    original = StateSharding.create
-
-    def create(zero: int, replicas: int, mesh: Mesh, grid: str) -> StateSharding:
-        return original(zero, replicas, mesh, "dense")
-
-    return [mock.patch.object(StateSharding, "create", create)]
-
-
 def _in(data: int = 1, tensor: int = 1, sequence: bool = True, variant: int = 0, **pipeline: Any) -> Case:
     chosen = VARIANTS[variant]
     return Case(deep(chosen, 3) if pipeline else chosen, data, tensor, sequence, **pipeline)
@@ -350,13 +313,9 @@ MUTATIONS = {
     "keep adapters' part of the input's gradient back": Mutation(
         _drop_adapter_gradient, EVERY_ADAPTED[0], steps=2
     ),
-    "average auxiliary losses over this rank's microbatches": Mutation(_local_auxiliary, EXPERT_GRID[0]),
-    "leave the gradients of auxiliary losses unscaled": Mutation(_unscaled_auxiliary, EXPERT_GRID[7]),
-    "report the auxiliary losses of this tensor rank": Mutation(_tensor_rank_auxiliary, EXPERT_GRID[4]),
-    "multiply an expert's rows with the next one's": Mutation(_shifted_rows, EXPERT_GRID[1]),
-    "sum expert gradients over the dense grid's data ranks": Mutation(_dense_grid_only, EXPERT_GRID[1]),
     **STATE_MUTATIONS,
     **CONTEXT_MUTATIONS,
+    **EXPERT_MUTATIONS,
 }
 
 

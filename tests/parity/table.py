@@ -4,12 +4,12 @@ from pathlib import Path
 
 from ..pool import Pool
 from .context_cases import CONTEXT_GRID, CONTEXT_PAIRS, CONTEXT_TRIPLES, EVERY_CONTEXT
+from .expert_cases import EVERY_EXPERT, EXPERT_GRID
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
     COPIED_GRID,
     EVERY_STATE,
-    EXPERT_GRID,
     GRID,
     LAYOUTS,
     PIPELINE_GRID,
@@ -26,8 +26,8 @@ from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *EXPERT_GRID)
-_OTHERS = len(PIPELINE_GRID) + len(_LATER) + len(CONTEXT_GRID)
+_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID)
+_OTHERS = len(PIPELINE_GRID) + len(_LATER) + len(CONTEXT_GRID) + len(EXPERT_GRID)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
 
@@ -64,8 +64,6 @@ pair of settings; `pytest -m slow` runs all, and every test run adds a random sa
 `compile pointwise` pointwise functions are compiled (`run.compile: pointwise`), against one process in which
 they are not. In the {len(COPIED_GRID)} rows with `kv_heads` several tensor ranks hold the same KV heads; in
 the next {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapters (`model.lora`) or without.
-In the last {len(EXPERT_GRID)} rows a mixture of experts, written in the tests (`tests/parity/mixture.py`),
-replaces the feed-forward layer: weights on the expert grid, products of uneven sizes, an auxiliary loss.
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""
@@ -78,6 +76,17 @@ sequence, in the layouts around it. Of {len(EVERY_CONTEXT)} combinations of up t
 {len(CONTEXT_PAIRS)} contain every pair of settings, and `pytest -m slow` runs {len(CONTEXT_TRIPLES)} that
 contain every three; every test run adds a random one. In the last {len(CONTEXT_GRID) - len(CONTEXT_PAIRS)}
 rows there are fewer KV heads than ranks, adapters, frozen stages, and blocks of odd sizes.
+
+| state | layout | stages and schedule | model and batch | largest error |
+|---|---|---|---|---|"""
+
+_EXPERTS = f"""
+## Mixtures of experts
+
+Expert degrees 1, 2 and 4, parts of experts on 2 ranks, both dispatchers, in the layouts around them: losses
+that balance loads over microbatches, sequences and steps, groups, biases, shared experts, capacities, and
+scores that are all equal, so that some experts and ranks have no token. Of {len(EVERY_EXPERT):,} combinations
+of up to 8 ranks these {len(EXPERT_GRID)} contain every pair of settings; every test run adds a random one.
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""
@@ -110,6 +119,11 @@ def context_rows() -> list[list[str]]:
     return [[case.state, case.layout, case.stages, case.work] for case in CONTEXT_GRID]
 
 
+def expert_rows() -> list[list[str]]:
+    """The first columns of the table of experts."""
+    return [[case.state, case.layout, case.stages, case.work] for case in EXPERT_GRID]
+
+
 def cell(largest: dict[str, float]) -> str:
     """The largest error, to one digit."""
     return f"{max(largest.values()):.0e}"
@@ -132,6 +146,9 @@ def page(pool: Pool) -> str:
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_CONTEXT)
     for row, case in zip(context_rows(), CONTEXT_GRID):
+        lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
+    lines.append(_EXPERTS)
+    for row, case in zip(expert_rows(), EXPERT_GRID):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_MUTATIONS)
     for name, mutation in MUTATIONS.items():

@@ -18,6 +18,7 @@ from .context_cases import (
     CONTEXT_TRIPLES,
     EVERY_CONTEXT,
 )
+from .expert_cases import EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -28,7 +29,6 @@ from .harness import (
     EVERY_LAYOUT,
     EVERY_PIPELINE,
     EVERY_STATE,
-    EXPERT_GRID,
     GRID,
     PIPELINE_GRID,
     PIPELINE_SETTINGS,
@@ -88,8 +88,9 @@ def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, referen
         (PIPELINE_GRID, EVERY_PIPELINE, PIPELINE_SETTINGS),
         (STATE_GRID, EVERY_STATE, STATE_SETTINGS),
         (CONTEXT_PAIRS, EVERY_CONTEXT, CONTEXT_SETTINGS),
+        (EXPERT_GRID, EVERY_EXPERT, EXPERT_SETTINGS),
     ],
-    ids=["pipelines", "states", "context"],
+    ids=["pipelines", "states", "context", "experts"],
 )
 def test_every_pair_of_settings_is_in_the_grid(
     grid: tuple[Case, ...], every: tuple[Case, ...], settings: tuple[str, ...]

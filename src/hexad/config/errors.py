@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import islice
@@ -104,6 +104,17 @@ def pythonic() -> Iterator[None]:
         if rephrased is error:
             raise
         raise rephrased from None
+
+
+def alternatives(numbers: Sequence[int]) -> str:
+    """``1, 2 or 4``."""
+    texts = [str(number) for number in numbers]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+
+
+def divisors(number: int) -> str:
+    """``1, 2 or 4``: the divisors of ``number`` up to 64."""
+    return alternatives([n for n in range(1, min(number, 64) + 1) if number % n == 0])
 
 
 def counted(count: int, noun: str) -> str:

@@ -3,7 +3,7 @@
 import os
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -129,6 +129,76 @@ class LoraSettings(Settings):
     ``[q_proj, v_proj]``."""
 
 
+class MoeSettings(Settings):
+    """A mixture of experts in place of the feed-forward layer (Shazeer et al., arXiv 1701.06538)."""
+
+    experts: Annotated[Integer, Field(ge=1, le=2**15)] = 8
+    """Experts per layer, without shared ones."""
+    top_k: Positive = 2
+    """Experts that a token passes."""
+    ffn_hidden: Width | Literal["auto"] = "auto"
+    """Inner width of an expert. ``auto``: ``model.ffn_hidden``."""
+    shared_experts: Count = 0
+    """Experts that every token passes besides, computed as one layer of that many times ``ffn_hidden``."""
+    shared_gate: bool = False
+    """Whether the shared experts' output is multiplied by a sigmoid of a product with the token
+    (Qwen2-MoE)."""
+    every: Positive = 1
+    """Of the layers from ``first_dense`` on, each whose number (from 1) is a multiple of this has experts;
+    the others are dense."""
+    first_dense: Count = 0
+    """Leading layers that are dense."""
+    layers: Literal["auto"] | tuple[Count, ...] = "auto"
+    """Numbers, from 0, of the layers with experts. ``auto``: as ``every`` and ``first_dense`` say."""
+    score: Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk"
+    """How experts are weighted: by a softmax over all experts, of which the largest are chosen (Mixtral,
+    Qwen3); by a softmax over the chosen ones; or by sigmoids, chosen with a bias that balances loads
+    (DeepSeek-V3, arXiv 2412.19437). Scores are computed in float32 at least."""
+    groups: Positive = 1
+    """Groups of neighbouring experts, of which a token's are chosen from ``top_groups`` (DeepSeek-V2, arXiv
+    2405.04434). A group counts by its largest score; with ``sigmoid`` by the sum of its two largest."""
+    top_groups: Positive = 1
+    """Groups that a token's experts are chosen from."""
+    scale: PositiveFloat = 1.0
+    """What the weights of the chosen experts are multiplied by (routed scaling factor)."""
+    normalise: bool = True
+    """Whether the weights of the chosen experts are divided by their sum."""
+    balance: Literal["microbatch", "sequence", "step"] = "microbatch"
+    """Over which tokens loads and scores are averaged in ``aux_loss``: those of a microbatch, as in
+    Megatron-LM; of each sequence, as in DeepSeek-V3; or of the global batch, with the loads of the step
+    before (``step``): those of a step are known only at its end."""
+    aux_loss: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss: experts times the sum of load times mean score (Fedus et al.,
+    arXiv 2101.03961), a mean over microbatches, added for each layer."""
+    z_loss: NonNegativeFloat = 0.0
+    """Coefficient of the mean square of the router's log-sum-exp (Zoph et al., arXiv 2202.08906)."""
+    bias_rate: NonNegativeFloat = 0.0
+    """By how much the bias of an expert is changed after each step towards an even load (Wang et al., arXiv
+    2408.15664), with ``score: sigmoid``."""
+    capacity_factor: PositiveFloat | None = None
+    """Most tokens of an expert in a microbatch, as a multiple of an even load; those beyond, the last ones of
+    the microbatch, skip it, but not in generation. null: no token skips an expert (dropless)."""
+    dispatcher: Literal["auto", "alltoall", "all_gather"] = "auto"
+    """How tokens reach experts on other ranks: ``alltoall`` sends each row to the ranks of its experts;
+    ``all_gather`` sends all rows to all ranks of the group. ``auto``: which sends less."""
+    allowance: Annotated[Number, Field(ge=1, allow_inf_nan=False)] | Literal["auto"] = "auto"
+    """Rows that a rank's experts can receive, as a multiple of an even load, where buffers have a fixed size:
+    on GPUs. A step with more is refused. ``auto``: 2."""
+    forced: bool = False
+    """Whether tokens are spread evenly, whatever their scores: for benchmarks."""
+
+    def in_layer(self, number: int) -> bool:
+        """Whether a layer has experts."""
+        if self.layers != "auto":
+            return number in self.layers
+        return number >= self.first_dense and (number + 1) % self.every == 0
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added to the scores by which experts are chosen."""
+        return self.score == "sigmoid"
+
+
 class ModelSettings(Settings):
     """The transformer's architecture, and what of it is trained."""
 
@@ -205,14 +275,8 @@ class ModelSettings(Settings):
     ``all`` are the adapters, and patterns are trained besides."""
     lora: LoraSettings | None = None
     """Low-rank adapters, which are trained in place of the weights; null for none."""
-    moe: None = None
-    """Mixture-of-experts settings. Not supported in this version."""
-
-    @field_validator("moe", mode="before")
-    @classmethod
-    def _no_experts(cls, value: Any) -> None:
-        if value is not None:
-            raise ValueError("null: this version does not support mixtures of experts")
+    moe: MoeSettings | None = None
+    """Mixture of experts; null: all layers are dense."""
 
     @property
     def rotary_width(self) -> int:

@@ -23,6 +23,7 @@ from hexad.parallel.sharding import freeze
 from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
 from hexad.topology.mesh import Mesh
 
+from .experts import Loads
 from .faults import Fault, FaultGuard, StepResult
 from .language import LanguageModel, Work, compute
 from .losses import Loss, OwnLoss
@@ -329,15 +330,23 @@ class Engine(State):
         rates = self._rates(work.sequences * self.mesh.data.size) if own is None else None
         targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale
         veto = None if limit is None else self._veto(losses, limit * targets)
+        language, counts = self._language(), self._language().counts(losses.wait())
+        if counts is not None:
+            veto = language.veto(counts, veto)
         norm, updated, sums = self._update(rates, veto, targets / work.divisor, losses.wait())
+        if counts is not None and language.loads is not None and updated:
+            language.loads.adopt(counts, self.stages.values())
         self.samples += work.sequences * self.mesh.data.size
-        loss, auxiliary = sums[0] / targets, self._language().means(sums[1:], len(work.tasks))
+        loss, auxiliary = sums[0] / targets, language.means(sums[1:], len(work.tasks))
+        experts = language.report(sums)
         fault = self._fault(norm, updated)
         self.guard.record(self.step, loss, updated, fault)
         lr = own if rates is None else rates.lr
         assert lr is not None
         return StepResult(
-            self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
+            *(self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit),
+            auxiliary=auxiliary,
+            experts=experts,
         )
 
     def _finish_without_target(self, work: Work) -> StepResult:
@@ -413,6 +422,7 @@ class Engine(State):
             "loss_scale": self.scaler.state(),
             "faults": self.guard.state(),
             **({"optimizer": numbers} if (numbers := self.optimizer.rule.numbers()) else {}),
+            **({"loads": loads.state()} if (loads := self._loads) is not None else {}),
         }
 
     def restored(self, progress: Mapping[str, Any]) -> None:
@@ -422,7 +432,13 @@ class Engine(State):
         self.scaler.restore(progress.get("loss_scale", {}))
         self.guard.restore(progress.get("faults", {}))
         self.optimizer.rule.restored(self.updates, progress.get("optimizer", {}))
+        if self._loads is not None:
+            self._loads.restore(progress.get("loads"))
         self.publish()
+
+    @property
+    def _loads(self) -> Loads | None:
+        return None if self.language is None else self.language.loads
 
     def restore_counts(self, progress: Mapping[str, Any]) -> None:
         """Continue counting from :meth:`progress`, with the optimizer as it is."""

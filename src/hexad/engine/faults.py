@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hexad.config.schema import FaultSettings
+
+if TYPE_CHECKING:
+    from .experts import Reports
 
 Fault = Literal["not_finite", "spike"]
 
@@ -30,6 +33,7 @@ class StepResult:
         fault: why it was skipped; None where only the loss scale was too large, or there was no target.
         limit: the largest loss that would have been no spike; None without a limit.
         auxiliary: the layers' own losses by name, means over the microbatches of the global batch.
+        experts: by layer, the loads of its experts.
     """
 
     step: int
@@ -43,6 +47,7 @@ class StepResult:
     fault: Fault | None = None
     limit: float | None = None
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    experts: Reports = field(default_factory=dict)
 
 
 class Streak(NamedTuple):

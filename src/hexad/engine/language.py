@@ -28,6 +28,8 @@ from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
 from hexad.topology.mesh import Mesh
 
+from .experts import Loads, Reports
+
 log = logging.getLogger(__name__)
 
 _PRIME = (1 << 61) - 1
@@ -163,6 +165,7 @@ class LanguageModel:
         shard: which shard of every layer this rank holds, and how.
         axis: ranks that have other tokens.
         losses: names of the layers' own losses, the same on all ranks.
+        loads: of experts; None without.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -173,7 +176,9 @@ class LanguageModel:
         self._announced: _Counting | None = None
         self.vocab = int(config.model.vocab)
         self.slicing = Slicing.of(config.parallel, config.model)
-        self.losses = ModelInventory(config.model).losses
+        inventory = ModelInventory(config.model)
+        self.losses = inventory.losses
+        self.loads = Loads(config.model, mesh.device) if inventory.expert_layers else None
 
     def part(self, microbatch: Microbatch) -> Microbatch:
         """What this rank holds of a microbatch, which is given whole or as the loader divides it.
@@ -260,41 +265,66 @@ class LanguageModel:
 
     def prepare_evaluation(self, microbatches: Sequence[Microbatch]) -> tuple[list[Task], int]:
         """(what this rank evaluates, its targets); all ranks together. In ZeRO 3, which gathers weights for
-        each microbatch, all ranks have as many.
+        each microbatch, and where experts are divided, all ranks have as many.
 
         Raises:
             HexadError: as :meth:`_counted`.
         """
         self.settle()
         _, parts, counting = self._count(microbatches)
-        self._counted(counting, equal=self.config.parallel.zero == 3)
+        parallel = self.config.parallel
+        divided = self.loads is not None and parallel.expert * parallel.expert_tensor > 1
+        self._counted(counting, equal=parallel.zero == 3 or divided)
         targets = sum(part.targets() for part in parts)
         return [Task(part.to(self.mesh.device)) for part in parts], targets
 
     def _auxiliary(self, targets: int, microbatches: int) -> Auxiliary | None:
         """Sums of the layers' own losses, scaled by the divisor of the token losses times that of a mean over
-        all microbatches."""
-        names = self.losses
-        if not names:
+        all microbatches, and their counts."""
+        names, loads = self.losses, self.loads
+        if not names and loads is None:
             return None
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
-        return Auxiliary(names, sums, targets / (microbatches * self.mesh.data.size))
+        scale = targets / (microbatches * self.mesh.data.size)
+        if loads is None:
+            return Auxiliary(names, sums, scale)
+        return Auxiliary(names, sums, scale, loads.empty(), loads.shares)
 
     def start_summing(self, total: Tensor | None, auxiliary: Auxiliary | None) -> Pending:
         """Start summing, over the ranks that have other tokens, the token losses (None but on the rank of the
-        last stage) and the layers' own: float64 ``[1 + losses]``."""
-        sums = torch.zeros(1 + len(self.losses), dtype=torch.float64, device=self.mesh.device)
+        last stage), the layers' own and their counts: float64 ``[1 + losses + counts]``."""
+        sums = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
             sums[0] = total
         if auxiliary is not None:
-            sequence = self.config.parallel.sequence_parallel
-            sums[1:] = all_reduce(auxiliary.sums, self.mesh.tensor) if sequence else auxiliary.sums
+            counts = () if auxiliary.counts is None else (auxiliary.counts.flatten(),)
+            parts = torch.cat((auxiliary.sums, *counts))
+            sums = torch.cat((sums, all_reduce(parts, self.mesh.tensor)))
         return all_reduce_async(sums, self.axis)
 
     def means(self, sums: Sequence[float], microbatches: int) -> dict[str, float]:
         """The layers' own losses by name, given their sums over all ranks, and each data rank's number of
         microbatches."""
         return {name: total / (microbatches * self.mesh.data.size) for name, total in zip(self.losses, sums)}
+
+    def counts(self, sums: Tensor) -> Tensor | None:
+        """What layers counted, of all ranks, in the sums of :meth:`start_summing`; None where none counts."""
+        return None if self.loads is None else self.loads.shaped(sums[1 + len(self.losses) :])
+
+    def veto(self, counts: Tensor, veto: Pending | None) -> Pending | None:
+        """Forbid the update also where rows found no place in a buffer; see :meth:`BucketOptimizer.step`."""
+        if self.loads is None or self.mesh.device.type == "cpu":  # where buffers are as large as they must be
+            return veto
+        missed = (self.loads.missed(counts) > 0).to(torch.int32)
+        return Pending(missed if veto is None else missed + veto.wait())
+
+    def report(self, sums: Sequence[float]) -> Reports:
+        """The loads of experts, by layer, in the same sums.
+
+        Raises:
+            HexadError: rows found no place in a buffer.
+        """
+        return {} if self.loads is None else self.loads.report(sums[1 + len(self.losses) :])
 
     def announce(self, microbatches: Sequence[Microbatch]) -> None:
         """Start counting what the next step's microbatches have, while this one runs; all ranks together.

@@ -1,12 +1,14 @@
-"""Auxiliary losses: what layers add to the token losses, such as a loss that balances experts.
+"""Auxiliary losses and statistics: what layers add to the token losses, such as a loss that balances experts,
+and what they count.
 
-A layer attaches a loss to its activations: the backward pass through these begins the loss's own, whatever
-the schedule. Its branch declares the name (``BranchSpec.losses``).
+A layer attaches both to its activations: the backward pass through these begins the losses' own, whatever the
+schedule, and counts once, also where the forward pass is repeated. Its branch declares the names of the
+losses (``BranchSpec.losses``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,48 +18,74 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Where the layers of a rank add losses of their own.
+    """Where the layers of a rank add losses of their own, and count.
 
     A loss is averaged over the microbatches of the global batch. Ranks with other tokens of a microbatch
-    (context ranks, in sequence parallel tensor ranks) add their parts of it.
+    (context ranks, and tensor ranks, among which a mixture of experts divides tokens) add their parts of it.
 
     Attributes:
         names: of the losses of all layers.
         sums: float64 ``[names]``, over this rank's layers and microbatches so far, each counted when its
             backward pass begins.
         scale: what the mean over all microbatches is multiplied by before it is differentiated.
+        counts: float64 ``[layers, statistics]``, sums of this rank's, counted likewise; None where no layer
+            counts.
+        loads: float64 ``[layers, experts]``, of each layer the experts' parts of the step before, over all
+            ranks; None where no layer needs them.
     """
 
     names: Sequence[str]
     sums: Tensor
     scale: float
+    counts: Tensor | None = None
+    loads: Tensor | None = None
 
     def scaled(self, factor: float) -> Auxiliary:
         """The same sums with another scale."""
         return replace(self, scale=self.scale * factor)
 
-    def attach(self, x: Tensor, name: str, loss: Tensor) -> Tensor:
-        """``x`` as it is; its backward pass adds ``loss`` to what is minimised.
+    def attach(
+        self, x: Tensor, losses: Mapping[str, Tensor], layer: int = 0, counts: Tensor | None = None
+    ) -> Tensor:
+        """``x`` as it is; its backward pass adds ``losses`` to what is minimised, and ``counts`` to the
+        layer's.
 
         Args:
             x: activations that the token losses depend on.
-            name: of the loss.
-            loss: scalar, with its coefficient: this rank's part, of one microbatch.
+            losses: by name; scalars, with their coefficients: this rank's part, of one microbatch.
+            layer: that attaches them.
+            counts: float64 ``[statistics]``.
         """
-        return _Attach.apply(x, loss, self, self.names.index(name))
+        places = tuple(map(self.names.index, losses))
+        return _Attach.apply(x, self, places, layer, counts, *losses.values())
 
 
 class _Attach(torch.autograd.Function):
-    """Begins the backward pass of a loss in that of activations, as Megatron-Core's
-    ``MoEAuxLossAutoScaler``. A layer that is recomputed attaches it twice; only one of both has a backward
+    """Begins the backward pass of losses in that of activations, as Megatron-Core's
+    ``MoEAuxLossAutoScaler``. A layer that is recomputed attaches them twice; only one of both has a backward
     pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, auxiliary: Auxiliary, place: int) -> Tensor:
-        ctx.auxiliary, ctx.place, ctx.loss = auxiliary, place, loss.detach()
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        auxiliary: Auxiliary,
+        places: tuple[int, ...],
+        layer: int,
+        counts: Tensor | None,
+        *losses: Tensor,
+    ) -> Tensor:
+        ctx.auxiliary, ctx.places, ctx.layer, ctx.counts = auxiliary, places, layer, counts
+        ctx.losses = [loss.detach() for loss in losses]
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.auxiliary.sums[ctx.place] += ctx.loss.double()
-        return gradient, torch.full_like(ctx.loss, ctx.auxiliary.scale), None, None
+        auxiliary: Auxiliary = ctx.auxiliary
+        for place, loss in zip(ctx.places, ctx.losses):
+            auxiliary.sums[place] += loss.double()
+        if ctx.counts is not None:
+            assert auxiliary.counts is not None
+            auxiliary.counts[ctx.layer] += ctx.counts
+        scales = [torch.full_like(loss, auxiliary.scale) for loss in ctx.losses]
+        return gradient, None, None, None, None, *scales

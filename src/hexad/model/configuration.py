@@ -95,7 +95,11 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
             scaled = int(scaling.original_positions * (1 if scaling.type == "dynamic" else scaling.factor))
         defaults["max_positions"] = max(sequence, scaled)
     filled = {name: value for name, value in defaults.items() if getattr(model, name) == "auto"}
-    return model.model_copy(update=filled)
+    model = model.model_copy(update=filled)
+    if model.moe is not None and model.moe.ffn_hidden == "auto":
+        experts = model.moe.model_copy(update={"ffn_hidden": int(model.ffn_hidden)})
+        return model.model_copy(update={"moe": experts})
+    return model
 
 
 def _check_used(given: ModelSettings, model: ModelSettings) -> None:

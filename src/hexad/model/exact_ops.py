@@ -114,6 +114,33 @@ def gelu(x: Tensor) -> Tensor:
     return replaced(partial(exact.by_rows, _gelu), ops.gelu, x)
 
 
+def _weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * exact.sigmoid(gate) * up * weights[:, None]).to(gate_up.dtype)
+
+
+@recomputable
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
+    """As :func:`hexad.model.ops.weighted_swiglu`."""
+    return replaced(partial(exact.by_rows, _weighted_swiglu), ops.weighted_swiglu, gate_up, weights)
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    exponentials = exact.exp(scores - scores.amax(-1, keepdim=True)).double()
+    unit = 2.0 ** (exact.digits_of(scores.shape[-1]) + 1 - exact.DIGITS)
+    return (exponentials / exact.row_sum(exponentials, unit)).to(scores.dtype)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """The softmax over the last dim of float32 ``[tokens, experts]``."""
+    return replaced(partial(exact.by_rows, _softmax), partial(torch.softmax, dim=-1), scores)
+
+
+def sigmoid(scores: Tensor) -> Tensor:
+    """The sigmoid of float32."""
+    return replaced(partial(exact.by_rows, exact.sigmoid), torch.sigmoid, scores)
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].float().chunk(2, dim=-1)

@@ -18,6 +18,7 @@ class FeedForwardSpec(BranchSpec):
         width: inner features.
         gated: SwiGLU, with a gate beside the inner projection.
         bias: biases of both projections.
+        part: its name in the layer.
     """
 
     kind: ClassVar[str] = "feed_forward"
@@ -26,11 +27,12 @@ class FeedForwardSpec(BranchSpec):
     width: int
     gated: bool
     bias: bool
+    part: str = "ffn"
 
     @property
     def name(self) -> str:
         """The module's name, from the stage's root."""
-        return f"{self.layer.prefix}ffn"
+        return f"{self.layer.prefix}{self.part}"
 
     @property
     def inner(self) -> LinearSpec:

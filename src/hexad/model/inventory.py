@@ -17,6 +17,7 @@ from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSp
 
 from .attention_inventory import AttentionSpec
 from .block_inventory import BlockSpec, BranchSpec, LayerTraits, Recomputed
+from .experts_inventory import ExpertsSpec
 from .families import family
 from .feedforward_inventory import FeedForwardSpec
 from .norms_inventory import NormSpec
@@ -248,49 +249,67 @@ class ModelInventory:
     def block(self, number: int) -> BlockSpec:
         """Layer ``number``, with complete names."""
         unit = f"layers.{number}"
-        return self._block(unit, f"{unit}.", *self._selected(number))
+        return self._block(unit, f"{unit}.", self._has_experts(number), *self._selected(number))
 
     def layer(self, number: int) -> BlockSpec:
-        """Layer ``number``, with names from the layer on: layers of which the same is trained are equal."""
-        selected = self._selected(number)
-        if selected not in self._layers:
-            self._layers[selected] = self._block("", "", *selected)
-        return self._layers[selected]
+        """Layer ``number``, with names from the layer on: layers of one kind of which the same is trained are
+        equal."""
+        key = self._has_experts(number), *self._selected(number)
+        if key not in self._layers:
+            self._layers[key] = self._block("", "", *key)
+        return self._layers[key]
 
     @cached_property
     def losses(self) -> tuple[str, ...]:
         """Names of the auxiliary losses of all layers."""
-        return tuple(sorted({name for branch in self._plain.parts for name in branch.losses}))
+        kinds = {self._has_experts(number) for number in range(self.settings.layers)}
+        return tuple(
+            sorted({name for kind in kinds for branch in self._plain[kind].parts for name in branch.losses})
+        )
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        return tuple(number for number in range(self.settings.layers) if self._has_experts(number))
+
+    def _has_experts(self, number: int) -> bool:
+        moe = self.settings.moe
+        return moe is not None and moe.in_layer(number)
 
     @cached_property
-    def _layers(self) -> dict[tuple[frozenset[str], frozenset[str]], BlockSpec]:
+    def _layers(self) -> dict[tuple[bool, frozenset[str], frozenset[str]], BlockSpec]:
         return {}
 
     @cached_property
-    def _plain(self) -> BlockSpec:
-        """A layer of which everything is trained."""
-        return self._block("", "", frozenset(), frozenset())
+    def _plain(self) -> tuple[BlockSpec, BlockSpec]:
+        """A dense layer of which everything is trained, and one with experts, or again a dense one."""
+        nothing: frozenset[str] = frozenset()
+        dense = self._block("", "", False, nothing, nothing)
+        return dense, dense if self.settings.moe is None else self._block("", "", True, nothing, nothing)
 
     def _selected(self, number: int) -> tuple[frozenset[str], frozenset[str]]:
         """Names, from the layer on, of a layer's frozen weights and of its adapted outputs."""
         if self.trained.everything:
             return frozenset(), frozenset()
-        names = [weight.name for parameter in self._plain.parameters for weight in parameter.weights]
-        outputs = [name for group in self._plain.outputs for name in group]
+        plain = self._plain[self._has_experts(number)]
+        names = [weight.name for parameter in plain.parameters for weight in parameter.weights]
+        outputs = [name for group in plain.outputs for name in group]
         whole = f"layers.{number}."
         return (
             frozenset(name for name in names if self.trained.frozen(whole + name)),
             frozenset(name for name in outputs if self.trained.adapted(whole + name)),
         )
 
-    def _block(self, unit: str, prefix: str, frozen: frozenset[str], adapted: frozenset[str]) -> BlockSpec:
-        """A layer; ``frozen`` and ``adapted`` are names from the layer on."""
+    def _block(
+        self, unit: str, prefix: str, experts: bool, frozen: frozenset[str], adapted: frozenset[str]
+    ) -> BlockSpec:
+        """A layer, with experts or dense; ``frozen`` and ``adapted`` are names from the layer on."""
         frozen, adapted = (frozenset(prefix + name for name in names) for names in (frozen, adapted))
         layer = self._traits(unit, prefix, frozen, adapted)
         return BlockSpec(
             (
                 (self.residual_norm(f"{prefix}attention_norm", unit, frozen), self._attention(layer)),
-                (self.residual_norm(f"{prefix}ffn_norm", unit, frozen), self._feed_forward(layer)),
+                (self.residual_norm(f"{prefix}ffn_norm", unit, frozen), self._feed_forward(layer, experts)),
             )
         )
 
@@ -324,8 +343,11 @@ class ModelInventory:
             copies=self.kv_copies,
         )
 
-    def _feed_forward(self, layer: LayerTraits) -> BranchSpec:
+    def _feed_forward(self, layer: LayerTraits, experts: bool) -> BranchSpec:
         model, kind = self.settings, family(self.settings.family)
+        if experts:
+            assert model.moe is not None
+            return ExpertsSpec(layer, model.moe, kind.gated)
         return FeedForwardSpec(layer, int(model.ffn_hidden), kind.gated, bool(model.mlp_bias))
 
     def residual_norm(self, name: str, unit: str, frozen: frozenset[str] = frozenset()) -> NormSpec:

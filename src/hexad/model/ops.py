@@ -142,6 +142,41 @@ def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     return F.silu(gate) * up
 
 
+def _weighted_forward(gate_up: Tensor, weights: Tensor) -> Tensor:
+    return _swiglu_forward(gate_up).mul_(weights[:, None])
+
+
+def _weighted_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of ``gate_up [rows, 2 * width]`` and of ``weights [rows]``."""
+    of_weights = (gradient * _swiglu_forward(gate_up)).sum(-1, dtype=weights.dtype)
+    return _swiglu_backward((gradient * weights[:, None]).to(gradient.dtype), gate_up), of_weights
+
+
+class _WeightedSwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor, compiled: bool) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
+        ctx.compiled = compiled
+        return maybe_compiled(_weighted_forward, compiled)(gate_up, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *maybe_compiled(_weighted_backward, ctx.compiled)(gradient, *ctx.saved_tensors), None
+
+
+@recomputable
+def weighted_swiglu(gate_up: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
+    """:func:`swiglu` of ``[rows, 2 * width]``, each row times its weight ``[rows]``, which may be wider:
+    what an expert multiplies next is weighted, so that its output is not kept."""
+    return applied(_WeightedSwiGlu, gate_up, weights, compiled)
+
+
+@recomputable
+def weighted_gelu(x: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
+    """:func:`gelu` of ``[rows, width]``, each row times its weight ``[rows]``."""
+    return (F.gelu(x, approximate="tanh") * weights[:, None]).to(x.dtype)
+
+
 @recomputable
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), one kernel on every device."""

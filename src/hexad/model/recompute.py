@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hexad.config.schema import MemorySettings
-from hexad.parallel.tensor.linear import RowParallelLinear
 
 from .block_inventory import Recomputed
 
 Function = TypeVar("Function", bound=Callable[..., Tensor])
+
+
+class Last(Protocol):
+    """What makes a layer's result, and leaves out what nothing else needs while that is not used: when the
+    layer's forward pass is repeated."""
+
+    unused: bool
 
 
 @dataclass(frozen=True)
@@ -46,27 +52,22 @@ class Recompute:
         layers = settings.recompute_layers
         return cls(settings.recompute, None if layers == "all" else layers)
 
-    def wrap(self, position: int, layer: nn.Module, last: RowParallelLinear | None) -> nn.Module:
-        """The stage's layer number ``position``, which recomputes from now on where it is one of those.
-
-        ``last`` is the product that makes the layer's result, if one does: when the forward pass is repeated,
-        that is not used.
-        """
+    def wrap(self, position: int, layer: nn.Module, last: Last) -> nn.Module:
+        """The stage's layer number ``position``, which recomputes from now on where it is one of those;
+        ``last`` makes the layer's result."""
         if self.kind != "none" and (self.layers is None or position < self.layers):
             wrapped = _selective(layer.forward) if self.kind == "selective" else _full(layer.forward, last)
             layer.forward = wrapped
         return layer
 
 
-def _full(forward: Callable[..., Tensor], last: RowParallelLinear | None) -> Callable[..., Tensor]:
+def _full(forward: Callable[..., Tensor], last: Last) -> Callable[..., Tensor]:
     def recomputing(x: Tensor, *rest: Any) -> Tensor:
         repeated = False
 
         def run(x: Tensor) -> Tensor:
             nonlocal repeated
             unused, repeated = repeated, True
-            if last is None:
-                return forward(x, *rest)
             last.unused = unused
             try:
                 return forward(x, *rest)

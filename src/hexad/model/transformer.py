@@ -17,7 +17,6 @@ from hexad.parallel.context.spans import Spans
 from hexad.parallel.inventory import KV_AXES
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParallelHead
-from hexad.parallel.tensor.linear import RowParallelLinear
 from hexad.topology.mesh import Mesh
 
 from .attention import Attention
@@ -25,12 +24,14 @@ from .attention_inventory import AttentionSpec
 from .auxiliary import Auxiliary
 from .block_inventory import BlockSpec, BranchSpec
 from .dropout import DropoutKey, Dropper, Site, row_keys
+from .experts import MixtureOfExperts
+from .experts_inventory import ExpertsSpec
 from .feedforward import FeedForward
 from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
 from .norms import Norm
 from .positions import Geometry, KeyValueCache, Rotary
-from .recompute import Recompute
+from .recompute import Last, Recompute
 from .residual import Residual
 
 DTYPES = {
@@ -48,9 +49,8 @@ class Branch(Protocol):
     :class:`~hexad.model.block_inventory.BranchSpec`."""
 
     @property
-    def last(self) -> RowParallelLinear | None:
-        """The product that makes its result, None of others: where a layer is recomputed, the result is not
-        used."""
+    def last(self) -> Last:
+        """What makes its result."""
         ...
 
     def __call__(self, x: Tensor, where: Geometry) -> Tensor:
@@ -61,6 +61,7 @@ class Branch(Protocol):
 BRANCHES: dict[type[BranchSpec], Callable[[Any, Shard, int], nn.Module]] = {
     AttentionSpec: Attention,
     FeedForwardSpec: FeedForward,
+    ExpertsSpec: MixtureOfExperts,
 }
 """What computes a branch, given its specification, the shard and the number of the layer."""
 
@@ -283,12 +284,22 @@ def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Sh
     returned."""
     names = ("tensor", "context", "ring", "ulysses")
     axes = {name: axis for name, axis in mesh.axes.items() if name in names}
+    expert_ranks = None
     if parallel.expert * parallel.expert_tensor > 1:
         axes |= {axis.name: axis for axis in mesh.model_axes("expert")}
+        expert_ranks = mesh.expert_ranks()
     method: Literal["ring", "all_gather"]
     method = "all_gather" if parallel.context_method == "all_gather" else "ring"
     chunks = 1 if parallel.tensor_chunks == "auto" else parallel.tensor_chunks
-    return Shard(axes, parallel.sequence_parallel, dtype, mesh.device, chunks=chunks, method=method)
+    return Shard(
+        axes,
+        parallel.sequence_parallel,
+        dtype,
+        mesh.device,
+        chunks=chunks,
+        method=method,
+        expert_ranks=expert_ranks,
+    )
 
 
 def build_stages(

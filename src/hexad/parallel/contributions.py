@@ -7,7 +7,7 @@ own. Under plain autograd, without such an accumulator, the same functions retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,7 +58,7 @@ class Dense(NamedTuple):
         return self._replace(factor=self.factor * factor)
 
 
-def _add_product(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -> None:
+def add_product(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -> None:
     """Add ``gradient.T @ inputs`` to ``total [out, in]``, or overwrite it: a float32 total of 16-bit operands
     in one product where the device has it, elsewhere through a 16-bit temporary."""
     left = gradient.t()
@@ -81,32 +81,23 @@ AddProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
 class WeightGradient(NamedTuple):
-    """A weight gradient to be computed: ``output_gradient.T @ inputs``; of a weight that is a stack of
-    matrices, one such product for each, of the rows that it has multiplied.
+    """A weight gradient to be computed: ``output_gradient.T @ inputs``, or what ``add`` makes of both.
 
     Attributes:
         output_gradient: ``[tokens, out]``.
         inputs: ``[tokens, in]``, or this rank's tokens of them where ``gather`` is given.
         gather: the axis over which the inputs are divided; only of products that are deferred.
-        rows: of each matrix of a stack ``[matrices * out, in]``, in order; they add up to the tokens.
-        add: computes the product, in the operands' format or another.
+        add: computes the product, in the operands' format or another, or those of a stack of matrices.
     """
 
     output_gradient: Tensor
     inputs: Tensor
     gather: Axis | None = None
-    rows: Sequence[int] | None = None
-    add: AddProduct = _add_product
+    add: AddProduct = add_product
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
         """As :meth:`Dense.add_to`."""
-        if self.rows is None:
-            self.add(total, self.output_gradient, self.inputs, fresh)
-            return
-        rows = list(self.rows)
-        matrices = total.view(len(rows), self.output_gradient.shape[1], self.inputs.shape[1])
-        for matrix, left, right in zip(matrices, self.output_gradient.split(rows), self.inputs.split(rows)):
-            self.add(matrix, left, right, fresh)
+        self.add(total, self.output_gradient, self.inputs, fresh)
 
     def scaled(self, factor: float) -> WeightGradient:
         """As :meth:`Dense.scaled`."""
@@ -204,22 +195,21 @@ def weight_gradient(
     output_gradient: Tensor,
     inputs: Tensor,
     gather: Axis | None = None,
-    rows: Sequence[int] | None = None,
-    add: AddProduct = _add_product,
+    add: AddProduct = add_product,
     aside: bool = False,
 ) -> Tensor | None:
     """``output_gradient [tokens, out].T @ inputs [tokens, in]``: contributed (returning None), or
     returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
-    ``rows`` is for a stack of matrices, ``add`` computes the product, see :class:`WeightGradient`. With
+    ``add`` computes the product, see :class:`WeightGradient`. With
     ``aside`` it is computed while the next collective is under way that calls :func:`meanwhile`.
     """
     if not weight.requires_grad:
         return None
     if inputs.requires_grad:  # what autograd saved knows its graph, which would keep the stage's input
         inputs = inputs.detach()
-    product = WeightGradient(output_gradient, inputs, gather, rows, add)
+    product = WeightGradient(output_gradient, inputs, gather, add)
     accumulator = accumulator_of(weight)
     if aside and accumulator is not None:
         accumulator.set_aside(weight, product)

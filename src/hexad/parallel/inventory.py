@@ -22,7 +22,7 @@ DRAWN = 1 << 20
 
 Kept = Counter[str]
 """Bytes kept from forward to backward, by kind: ``residual``, ``norm``, ``attention``, ``feed_forward``,
-``loss``, ``positions``, and ``boundary``: received from another stage."""
+``experts``, ``loss``, ``positions``, and ``boundary``: received from another stage."""
 
 Grid = Literal["dense", "expert"]
 """Which of the two grids of :mod:`hexad.topology.layout` a weight is divided over."""
@@ -70,6 +70,7 @@ class Weight:
             head), and backward does not need its values.
         vocabulary: its rows are those of the vocabulary: the embedding's or the output head's.
         frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
+        wide: frozen, and in the format of master values: it is changed by a rule of its own.
         adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
         group: of the optimizer's settings, where the optimizer has several.
         given: its initial values are those that its module came with; otherwise an engine draws them.
@@ -90,6 +91,7 @@ class Weight:
     outside_layers: bool = False
     vocabulary: bool = False
     frozen: bool = False
+    wide: bool = False
     adapter: bool = False
     group: int = 0
     given: bool = False
@@ -141,7 +143,7 @@ class Traits:
             gradients of all must be summed: a name that these have in common; empty if none do.
         copy: not the first of these, so that the gradient norm leaves it out.
         frozen: they are not trained.
-        group: see :class:`Weight`.
+        group, wide: see :class:`Weight`.
     """
 
     divided: frozenset[str]
@@ -152,9 +154,13 @@ class Traits:
     copy: bool = False
     frozen: bool = False
     group: int = 0
+    wide: bool = False
 
 
-_COMMON = ("divided", "partial", "grid", "decay", "unit", "outside_layers", "frozen", "adapter", "group")
+_COMMON = (
+    *("divided", "partial", "grid", "decay", "unit", "outside_layers"),
+    *("frozen", "wide", "adapter", "group"),
+)
 """What the weights of one :class:`Parameter` have in common."""
 
 
@@ -165,7 +171,7 @@ class Parameter:
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
         weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``outside_layers``,
-            ``frozen``, ``adapter``, ``group``.
+            ``frozen``, ``wide``, ``adapter``, ``group``.
         tied, copy: see :class:`Traits`.
 
     Raises:
@@ -221,7 +227,7 @@ class Parameter:
         first = self.weights[0]
         several = {axis for axis, place in positions.items() if place.size > 1}
         divided, partial = frozenset(several & first.divided.keys()), frozenset(several & first.partial)
-        shared = first.grid, first.decay, self.tied, self.copy, first.frozen, first.group
+        shared = first.grid, first.decay, self.tied, self.copy, first.frozen, first.group, first.wide
         return Traits(divided, partial, *shared)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hexad.config import HexadError
-from hexad.topology.mesh import Axis
+from hexad.topology.mesh import Axis, ExpertRanks
 
 from .inventory import Parameter, Position, Positions, Weight
 from .normal import fill_normal
@@ -42,6 +42,7 @@ class Shard:
         chunks: of tokens, see ``parallel.tensor_chunks``.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
             :class:`hexad.parallel.context.attention.KeyExchange`.
+        expert_ranks: see :attr:`experts`; None where every rank has all experts.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Shard:
     compiled: bool = False
     chunks: int = 1
     method: Literal["ring", "all_gather"] = "ring"
+    expert_ranks: ExpertRanks | None = None
 
     @property
     def tensor(self) -> Axis:
@@ -77,6 +79,11 @@ class Shard:
         return self.axes.get("ulysses") or Axis("context")
 
     @property
+    def experts(self) -> ExpertRanks:
+        """The ranks among which the experts of a layer are divided."""
+        return self.expert_ranks or ExpertRanks()
+
+    @property
     def positions(self) -> Positions:
         """This rank's place along every axis."""
         parts = {part.name: part for axis in self.axes.values() for part in axis.parts}
@@ -86,11 +93,17 @@ class Shard:
         """Itself: copies of a module are on the same ranks."""
         return self
 
-    def parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
-        """An uninitialised parameter."""
+    @property
+    def wide(self) -> torch.dtype:
+        """The format of master values and of routers' scores: float32 at least."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def parameter(self, shape: tuple[int, ...], wide: bool = False) -> nn.Parameter:
+        """An uninitialised parameter; ``wide``: in the format of master values."""
+        dtype = self.wide if wide else self.dtype
         if self.deferred:
-            return nn.Parameter(absent(torch.Size(shape), self.dtype, self.device))
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+            return nn.Parameter(absent(torch.Size(shape), dtype, self.device))
+        return nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device))
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -192,7 +205,7 @@ class ShardedModule(nn.Module):
         for declaration in declarations:
             name = declaration.name.rpartition(".")[2]
             shape = declaration.local_shape(self.shard.positions)
-            parameter = self.shard.parameter(shape)
+            parameter = self.shard.parameter(shape, declaration.weights[0].wide)
             parameter.requires_grad = not declaration.frozen
             self.register_parameter(name, parameter)
             self.declarations[name] = declaration

@@ -1,11 +1,11 @@
 """Everything that must fit together before a run may start. No torch: runs before any process is launched."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from math import lcm
 from typing import Any
 
-from hexad.config import Config, ConfigError, counted
+from hexad.config import Config, ConfigError, alternatives, counted, divisors
 from hexad.config.model import ModelSettings, RopeScaling
 from hexad.config.schema import FaultSettings, ParallelSettings
 from hexad.model.families import family
@@ -13,6 +13,8 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.trained import Trained, check_trained
 from hexad.parallel.context.slice import divides_heads, largest_group
 from hexad.topology.layout import Layout, nearest_multiples
+
+from .expert_checks import expert_problems
 
 
 def heads_of_rank(model: ModelSettings, tensor: int) -> tuple[int, int]:
@@ -102,19 +104,14 @@ def _near(ranks: int, heads: int, kv_heads: int) -> str:
     return " or ".join(map(str, (*below, *above)))
 
 
-# What the configuration can name but this version cannot do yet: field -> values it can.
-SUPPORTED: dict[str, tuple[object, ...]] = {"parallel.expert": (1,), "parallel.expert_tensor": (1,)}
-
-
 def working_layout(config: Config, world: int) -> Layout:
     """The layout of a world of ``world`` ranks, or with ``faults.idle_ranks`` of as many of them as fit.
 
     The first ranks work; those from ``layout.world`` on are idle.
 
     Raises:
-        ConfigError: degrees that are not supported or do not fit the world.
+        ConfigError: degrees that do not fit the world.
     """
-    _check_supported(config)
     parallel = config.parallel
     model = parallel.tensor * parallel.context * parallel.pipeline
     if not config.faults.idle_ranks or world < model:
@@ -133,16 +130,9 @@ def planned_layout(config: Config, world: int | None = None) -> Layout:
     """The layout of a world of ``world`` ranks; by default of as few as the degrees allow.
 
     Raises:
-        ConfigError: degrees that are not supported or do not fit the world.
+        ConfigError: degrees that do not fit the world.
     """
-    _check_supported(config)
     return Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
-
-
-def _check_supported(config: Config) -> None:
-    """Refuse what this version cannot do before a layout is made, whose advice on degrees would be wrong."""
-    for problem in _unsupported(config):
-        raise problem
 
 
 def check_config(config: Config, layout: Layout) -> None:
@@ -163,16 +153,17 @@ def check_settings(config: Config, layout: Layout) -> None:
     """
     for problem in _settings(config, layout):
         raise problem
-    if config.parallel.context > 1:
-        raise ConfigError(
-            "parallel.context",
-            f"found {config.parallel.context} with modules of your own, whose tokens Hexad does not divide; "
-            "use 1",
-        )
+    own = {"context": "tokens", "expert": "experts", "expert_tensor": "experts"}
+    for name, what in own.items():
+        degree = getattr(config.parallel, name)
+        if degree > 1:
+            raise ConfigError(
+                f"parallel.{name}",
+                f"found {degree} with modules of your own, whose {what} Hexad does not divide; use 1",
+            )
 
 
 def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
-    yield from _unsupported(config)
     yield from _schedule(config)
     yield from _sharding(config, layout)
     yield from _precision(config)
@@ -181,6 +172,7 @@ def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
 
 def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
+    yield from expert_problems(config)
     yield from _tensor(config, layout.tensor)
     yield from _compiled(config)
     yield from context_problems(config)
@@ -202,25 +194,13 @@ def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
         yield from _fp8(config, layout.tensor)
 
 
-def _unsupported(config: Config) -> Iterator[ConfigError]:
-    for field, supported in SUPPORTED.items():
-        group, name = field.split(".")
-        value = getattr(getattr(config, group), name)
-        if value not in supported:
-            choices, what = ", ".join(map(str, supported)), f"{name.partition('_')[0]} parallelism"
-            yield ConfigError(
-                field, f"found {value!r}, but this version does not support {what}; use {choices}"
-            )
-
-
 def _model(config: Config) -> Iterator[ConfigError]:
     model, sequence = config.model, config.data.sequence
     kv_heads, width = int(model.kv_heads), int(model.head_dim)
     if model.heads % kv_heads:
         yield ConfigError(
             "model.kv_heads",
-            f"found {kv_heads}, which does not divide model.heads {model.heads}; "
-            f"use {_divisors(model.heads)}",
+            f"found {kv_heads}, which does not divide model.heads {model.heads}; use {divisors(model.heads)}",
         )
     rotary = family(model.family).rotary
     if rotary and width % 2:
@@ -426,7 +406,7 @@ def _sharding(config: Config, layout: Layout) -> Iterator[ConfigError]:
         if data % replicas:
             yield ConfigError(
                 "parallel.replicas",
-                f"found {replicas}, which does not divide the {name} {data}; use {_divisors(data)}",
+                f"found {replicas}, which does not divide the {name} {data}; use {divisors(data)}",
             )
     if config.run.compile == "full" and zero == 3:
         yield ConfigError(
@@ -528,21 +508,11 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
             )
 
 
-def _divisors(number: int) -> str:
-    """``1, 2 or 4``: the divisors of ``number`` up to 64."""
-    return _choices([n for n in range(1, min(number, 64) + 1) if number % n == 0])
-
-
 def _tensor_degrees(heads: int, kv_heads: int, ffn: int) -> str:
     """The tensor degrees up to 64 that divide the heads and the feed-forward width, and divide the key/value
     heads or are a multiple."""
     divisors = [n for n in range(1, min(heads, 64) + 1) if heads % n == ffn % n == 0]
-    return _choices([n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0])
-
-
-def _choices(numbers: Sequence[int]) -> str:
-    texts = [str(n) for n in numbers]
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
+    return alternatives([n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0])
 
 
 def smallest_world(config: Config) -> int:

@@ -86,6 +86,37 @@ class Axis:
         )
 
 
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks among which the experts of a layer are divided: the product of the axes ``expert`` and
+    ``expert_tensor``, each of which has tokens of its own.
+
+    Attributes:
+        axis: all of them.
+        expert, slice: for each of them, in the axis's order, its place along ``expert`` (which experts it
+            has) and along ``expert_tensor`` (which part of each).
+    """
+
+    axis: Axis = field(default_factory=lambda: Axis("expert"))
+    expert: tuple[int, ...] = (0,)
+    slice: tuple[int, ...] = (0,)
+
+    @property
+    def experts(self) -> int:
+        """Parts into which the experts are divided."""
+        return max(self.expert) + 1
+
+    @property
+    def slices(self) -> int:
+        """Parts into which each expert is divided."""
+        return max(self.slice) + 1
+
+    @property
+    def place(self) -> int:
+        """Which part of the experts this rank has."""
+        return self.expert[self.axis.rank]
+
+
 class Mesh:
     """This rank's axes. Built once and passed on; there is no global mesh.
 
@@ -121,6 +152,20 @@ class Mesh:
         if grid == "dense":
             return (self.tensor,)
         return (self._expert_axis("expert_tensor"), self._expert_axis("expert"))
+
+    def expert_ranks(self) -> ExpertRanks:
+        """The ranks among which experts are divided; every rank of the default process group calls this
+        together. Their traffic counts as the expert axis's."""
+        names = ("expert_tensor", "expert")
+        if self.layout.expert_tensor == 1:
+            axis = self._expert_axis("expert")
+        else:
+            together = "-".join(names)
+            if together not in self.axes:
+                self.axes[together] = self._along(names, self._expert_axis("expert"))
+            axis = self.axes[together]
+        places = [self.layout.coordinates(rank) for rank in axis.ranks]
+        return ExpertRanks(axis, *(tuple(place[name] for place in places) for name in names[::-1]))
 
     def combined(self, *names: str) -> Axis:
         """Combine several axes of the dense grid into one. Its traffic counts as the first one's, and does

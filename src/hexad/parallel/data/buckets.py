@@ -146,12 +146,13 @@ class Bucket:
             number: member.parameter.data for number, member in enumerate(self.members) if _has_values(member)
         }
         size = self.plan.size if self.plan.resident else self.plan.shard_size
+        dtype = formats.master if self.traits.wide else formats.parameters
         try:
-            values = torch.zeros(size, dtype=formats.parameters, device=device)
+            values = torch.zeros(size, dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError is one; on CPUs it has no class of its own
             if "memory" not in str(error):
                 raise
-            gib = size * formats.parameters.itemsize / 2**30
+            gib = size * dtype.itemsize / 2**30
             raise HexadError(
                 f"memory: a rank cannot allocate {gib:,.1f} GiB of parameters; use a smaller model or more "
                 "ranks (hexad show memory)"
@@ -163,7 +164,7 @@ class Bucket:
             self.attach(values)
             self._forget_derived()
         else:
-            self._leave_without_values(formats.parameters, device)
+            self._leave_without_values(dtype, device)
         shard = values[self.low - low : self.high - low]
         if self.plan.frozen:  # nothing updates it, so that the model's format is wide enough
             self.master = self.source = shard

@@ -1,5 +1,6 @@
-"""What the model offers to mixtures of experts, beside the rows of the parity grid that use it."""
+"""Mixtures of experts: what the parity grid does not show."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from hexad.config import Config
 from hexad.engine.engine import Engine
-from hexad.parallel.contributions import WeightGradient
+from hexad.parallel.expert.grouped import add_gradients
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning import resolve
 from hexad.planning.memory import predict, rank_buckets, rank_parameters, rank_stages
@@ -17,41 +18,43 @@ from hexad.topology.mesh import Mesh
 
 from ..layers import shard_of, whole_model
 from ..pool import Pool
-from .harness import EXPERT_GRID, EXPERTS, Case, assemble, microbatches, run_rank
-from .mixture import in_place_of_feed_forward
+from .expert_cases import MIXTRAL
+from .harness import Case, assemble, microbatches, run_rank
 
 
 @dataclass
 class Recorder:
     """In place of an :class:`~hexad.model.auxiliary.Auxiliary`: keeps the losses, for plain autograd."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)
+    losses: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
-    def attach(self, x: torch.Tensor, name: str, loss: torch.Tensor) -> torch.Tensor:
-        self.losses.append(loss)
+    def attach(
+        self, x: torch.Tensor, losses: Mapping[str, torch.Tensor], layer: int, counts: torch.Tensor
+    ) -> torch.Tensor:
+        for name, loss in losses.items():
+            self.losses.setdefault(name, []).append(loss)
         return x
 
 
 def test_one_process_has_the_gradients_of_one_explicit_loss() -> None:
     """Token losses over all targets, plus the mean over microbatches of the layers' losses."""
-    case = Case(replace(EXPERTS, overrides={"optimizer": {"clip": 0.0}}), steps=1)
-    (token_loss, auxiliary), _, gradients, _ = run_rank(case)
+    case = Case(replace(MIXTRAL, overrides={"optimizer": {"clip": 0.0}}), steps=1)
+    (token_loss, *auxiliary), _, gradients, _ = run_rank(case)
     config, batches, recorder = case.config(), microbatches(case, 0, 0), Recorder()
-    with in_place_of_feed_forward():
-        model = whole_model(resolve(config, Layout(world=1)).config.model, shard_of())
-        parameters = declared_parameters(model)
-        initialise(parameters, config.run.seed)
-        targets = sum(batch.targets() for batch in batches)
-        sums = [
-            model.loss_sum(batch.tokens, batch.labels, scale=1 / targets, auxiliary=recorder)  # type: ignore[arg-type]
-            for batch in batches
-        ]
+    model = whole_model(resolve(config, Layout(world=1)).config.model, shard_of())
+    parameters = declared_parameters(model)
+    initialise(parameters, config.run.seed)
+    targets = sum(batch.targets() for batch in batches)
+    sums = [
+        model.loss_sum(batch.tokens, batch.labels, scale=1 / targets, auxiliary=recorder)  # type: ignore[arg-type]
+        for batch in batches
+    ]
     tokens = torch.stack(sums).sum() / targets
-    added = torch.stack(recorder.losses).sum() / len(batches)
-    assert len(recorder.losses) == len(batches) * config.model.layers
+    added = [torch.stack(recorder.losses[name]).sum() / len(batches) for name in ("balance", "z")]
+    assert len(recorder.losses["z"]) == len(batches) * config.model.layers
     assert token_loss == pytest.approx(tokens.item(), rel=1e-12)
-    assert auxiliary == pytest.approx(added.item(), rel=1e-12)
-    wanted = torch.autograd.grad(tokens + added, [parameter.parameter for parameter in parameters])
+    assert auxiliary == pytest.approx([loss.item() for loss in added], rel=1e-12)
+    wanted = torch.autograd.grad(tokens + sum(added), [parameter.parameter for parameter in parameters])
     accumulated = assemble([gradients])
     for declared, gradient in zip(parameters, wanted):
         for start, rectangle, _ in declared.pieces:
@@ -64,19 +67,18 @@ def test_fp16_gives_auxiliary_losses_the_weight_they_have_in_float64() -> None:
     """The loss scale, and fp16's divisor in place of all targets, apply to both kinds of losses; most of the
     norm is the auxiliary loss's."""
     precision = {"dtype": "fp16", "loss_scale": 64}
-    half = replace(EXPERTS, overrides={"precision": precision})
+    half = replace(MIXTRAL, overrides={"precision": precision})
     losses, norms, *_ = run_rank(Case(half, steps=1))
-    wanted_losses, wanted_norms, *_ = run_rank(Case(EXPERTS, steps=1))
+    wanted_losses, wanted_norms, *_ = run_rank(Case(MIXTRAL, steps=1))
     assert losses == pytest.approx(wanted_losses, rel=2**-8)
     assert norms == pytest.approx(wanted_norms, rel=2**-7)
 
 
 def test_evaluation_has_no_auxiliary_losses() -> None:
-    case = Case(EXPERTS, steps=1)
-    (token_loss, _), *_ = run_rank(case)
+    case = Case(MIXTRAL, steps=1)
+    (token_loss, *_), *_ = run_rank(case)
     mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
-    with in_place_of_feed_forward():
-        total, targets = Engine(case.config(), mesh).evaluate(microbatches(case, 0, 0))
+    total, targets = Engine(case.config(), mesh).evaluate(microbatches(case, 0, 0))
     assert total / targets == pytest.approx(token_loss, rel=1e-12)
 
 
@@ -84,17 +86,23 @@ def planned(config: Config, world: int) -> tuple[list[Any], list[Any], int, int]
     """(buckets of the memory plan, of the engine, bytes of optimizer state in the plan, in the engine)."""
     layout = Layout.from_settings(config.parallel, world)
     mesh = Mesh.create(layout, torch.device("cpu"))
-    with in_place_of_feed_forward():
-        engine, resolved = Engine(config, mesh), resolve(config, layout)
-        plan = predict(resolved, mesh.rank)
-        held = rank_parameters(rank_stages(resolved, mesh.pipeline.rank), layout)
-        buckets = rank_buckets(resolved.config, layout, held)
+    engine, resolved = Engine(config, mesh), resolve(config, layout)
+    plan = predict(resolved, mesh.rank)
+    held = rank_parameters(rank_stages(resolved, mesh.pipeline.rank), layout)
+    buckets = rank_buckets(resolved.config, layout, held)
     tensors = [tensor for bucket in engine.trained for _, tensor in engine.optimizer.rule.state(bucket)]
     state = sum(tensor.nbytes for tensor in tensors)
     return buckets, [bucket.plan for bucket in engine.buckets], plan.optimizer, state
 
 
-@pytest.mark.parametrize("case", [EXPERT_GRID[number] for number in (1, 2, 9)], ids=lambda case: case.layout)
+BOTH_GRIDS = (
+    Case(MIXTRAL, data=2, expert=2, zero=1),
+    Case(MIXTRAL, data=4, expert=2, zero=2, replicas=2),
+    Case(MIXTRAL, data=2, expert=2, pipeline=2, schedule="zb_h1", zero=3),
+)
+
+
+@pytest.mark.parametrize("case", BOTH_GRIDS, ids=lambda case: case.layout)
 def test_the_memory_plan_has_the_buckets_of_both_grids(case: Case, pool: Pool) -> None:
     for buckets, real, optimizer, state in pool.run(case.world, planned, case.config(), case.world):
         assert buckets == real
@@ -112,10 +120,10 @@ def test_products_of_uneven_sizes(dtype: torch.dtype, fresh: bool) -> None:
     gradient = torch.randn((sum(rows), out), generator=generator).to(dtype)
     inputs = torch.randn((sum(rows), width), generator=generator).to(dtype)
     wide = max(dtype, torch.float32, key=lambda kind: kind.itemsize)
-    total = torch.randn((len(rows) * out, width), generator=generator).to(wide)
+    total = torch.randn((len(rows), out, width), generator=generator).to(wide)
     parts = zip(gradient.split(rows), inputs.split(rows))
-    wanted = torch.cat([left.to(wide).t() @ right.to(wide) for left, right in parts])
-    wanted = wanted if fresh else total + wanted
-    WeightGradient(gradient, inputs, rows=rows).add_to(total, fresh)
+    products = torch.stack([left.to(wide).t() @ right.to(wide) for left, right in parts])
+    expected = products if fresh else total + products
+    add_gradients(total, gradient, inputs, fresh, torch.tensor(rows).cumsum(0).int())
     tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
-    torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)

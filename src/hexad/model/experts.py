@@ -1,0 +1,138 @@
+"""The mixture of experts, in place of a feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hexad.parallel.expert.dispatch import Dispatcher, combine, dispatch
+from hexad.parallel.expert.grouped import grouped_linear, on_device
+from hexad.parallel.sharding import Shard, ShardedModule
+from hexad.parallel.tensor.regions import gather_first, mapped, slice_first
+
+from . import exact_ops, ops
+from .experts_inventory import ExpertsSpec, GateSpec
+from .feedforward import FeedForward
+from .positions import Geometry
+from .router import Router, Routing, Rows, logits
+
+
+class Experts(ShardedModule):
+    """This rank's experts, and its rows' way to those of other ranks."""
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, inventory: ExpertsSpec, shard: Shard, layer: int) -> None:
+        super().__init__(shard)
+        self.declare(*inventory.matrices)
+        self.layer, self.gated = layer, inventory.gated
+        settings = inventory.settings
+        static = on_device(shard.device, shard.dtype) and not shard.exact
+        allowance = 2.0 if settings.allowance == "auto" else settings.allowance
+        ranks = shard.experts
+        kind = inventory.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
+        self.dispatcher = Dispatcher(
+            kind, settings.experts, ranks, allowance if static else None, shard.exact
+        )
+
+    def forward(self, x: Tensor, routing: Routing, where: Geometry, unused: bool) -> Tensor:
+        """``x [rows, hidden]`` -> the sum of its experts' outputs; ``unused``: of what shape it is only."""
+        route, weights = self.dispatcher.route(routing.experts, routing.complete), routing.weights
+        if where.auxiliary is not None:
+            counts = routing.counts
+            if counts is not None and route.missed is not None:
+                counts[-1] += route.missed
+            weights = where.auxiliary.attach(weights, routing.losses, self.layer, counts)
+        rows, of_rows = dispatch(x, weights, route)
+        exactly = self.shard.exact
+        functions = exact_ops if exactly else ops
+        activation = functions.weighted_swiglu if self.gated else functions.weighted_gelu
+        inner = grouped_linear(rows, self.gate_up, route.offsets, exactly)
+        activated = activation(inner, of_rows, self.shard.compiled)
+        made = grouped_linear(activated, self.down, route.offsets, exactly, unused)
+        return combine(made, route, x, unused)
+
+
+class SharedGate(ShardedModule):
+    """What the shared experts' output of a token is multiplied by."""
+
+    weight: nn.Parameter
+
+    def __init__(self, inventory: GateSpec, shard: Shard) -> None:
+        super().__init__(shard)
+        self.declare(*inventory.parameters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, hidden]`` -> ``[rows, 1]``."""
+        scores = logits(x, self.weight, self.shard.wide, self.shard.exact)
+        return (exact_ops.sigmoid(scores) if self.shard.exact else scores.sigmoid()).to(x.dtype)
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, the experts that it chooses for each token, and shared ones (arXiv 2401.06066).
+
+    Tensor ranks divide the tokens among themselves, also where activations are not divided otherwise.
+
+    Attributes:
+        unused: the output is not used, as when a forward pass is repeated for its activations: the last
+            products are neither computed nor sent.
+    """
+
+    def __init__(self, inventory: ExpertsSpec, shard: Shard, layer: int) -> None:
+        super().__init__()
+        self.shard = shard
+        self.router = Router(inventory.router, shard, layer)
+        self.experts = Experts(inventory, shard, layer)
+        self.shared: FeedForward | None = None
+        self.shared_gate: SharedGate | None = None
+        if inventory.shared is not None:
+            self.shared = FeedForward(inventory.shared, shard, layer)
+        if inventory.gate is not None:
+            self.shared_gate = SharedGate(inventory.gate, shard)
+
+    @property
+    def unused(self) -> bool:
+        """See the class."""
+        return self._unused
+
+    @unused.setter
+    def unused(self, unused: bool) -> None:
+        self._unused = unused
+        if self.shared is not None and self.shared_gate is None:  # whose gradient needs the output
+            self.shared.down.unused = unused
+
+    _unused = False
+
+    @property
+    def last(self) -> MixtureOfExperts:
+        """What makes the branch's result."""
+        return self
+
+    def forward(self, x: Tensor, where: Geometry) -> Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
+        divides = self.shard.tensor.size > 1 and not self.shard.sequence
+        part, rows = self._part(x, where, divides)
+        y = self.experts(part, self.router(part, where, rows), where, self.unused)
+        if divides:
+            y = mapped(y, self.shard.tensor, gather_first, slice_first)[: len(x)]
+        if self.shared is None:
+            return y
+        shared = self.shared(x, where)
+        return y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
+
+    def _part(self, x: Tensor, where: Geometry, divides: bool) -> tuple[Tensor, Rows]:
+        """This rank's rows of ``x``, and which tokens they are."""
+        axis, spans = self.shard.tensor, where.spans
+        numbers = spans.numbers
+        if numbers is None:
+            numbers = torch.arange(spans.tokens, device=x.device)
+        if axis.size == 1:
+            return x, Rows(numbers)
+        share = -(-len(numbers) // axis.size)
+        numbers = numbers[axis.rank * share : (axis.rank + 1) * share]
+        if not divides:
+            return x, Rows(numbers)
+        x = F.pad(x, (0, 0, 0, share * axis.size - len(x)))
+        return mapped(x, axis, slice_first, gather_first), Rows(numbers)

@@ -1,0 +1,347 @@
+"""How rows reach their experts on other ranks, and come back.
+
+A dispatcher makes a :class:`Route` of the experts that a router has chosen. ``Route.scatter`` brings rows to
+the experts, ``Route.collect`` brings back what the experts made of them and adds up each token's: either is
+the other's backward pass.
+
+Buffers have a static bound. On a host, which knows all counts, they are as large as they must be; on a device
+they have ``allowance`` times the rows of an even load, so that no count is read by the host, and what did not
+fit is counted in :attr:`Route.missed`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexad.comm import all_gather, all_to_all, reduce_scatter
+from hexad.topology.mesh import ExpertRanks
+
+from ..contributions import applied
+from .permutation import Permutation, gathered_sum
+
+
+class Route(ABC):
+    """The way of one microbatch's rows through one layer's experts.
+
+    Attributes:
+        offsets: int32 ``[experts of this rank]``, where the rows of each end.
+        missed: int64, rows that found no place in a buffer; None where all have one.
+        exactly: rows of a token are added in float64, in a fixed order.
+    """
+
+    offsets: Tensor
+    missed: Tensor | None = None
+    exactly: bool = False
+
+    @abstractmethod
+    def scatter(self, x: Tensor) -> Tensor:
+        """``[tokens, hidden]`` -> ``[rows of this rank's experts, hidden]``, sorted by expert."""
+
+    @abstractmethod
+    def collect(self, rows: Tensor) -> Tensor:
+        """What :meth:`scatter` returns -> ``[tokens, hidden]``: the sum of each token's rows."""
+
+    @abstractmethod
+    def scatter_pairs(self, pairs: Tensor) -> Tensor:
+        """``[tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's pair."""
+
+    @abstractmethod
+    def collect_pairs(self, values: Tensor) -> Tensor:
+        """What :meth:`scatter_pairs` returns -> ``[tokens, top_k]``, summed over the ranks that have a part
+        of the expert."""
+
+
+@dataclass(frozen=True)
+class Local(Route):
+    """All experts are on this rank.
+
+    Attributes:
+        permutation: of the tokens' pairs.
+    """
+
+    permutation: Permutation
+    exactly: bool = False
+
+    @property
+    def offsets(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Route`."""
+        return self.permutation.offsets
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self.permutation.rows_of(x)
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self.permutation.sums_of(rows, self.exactly)
+
+    def scatter_pairs(self, pairs: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self.permutation.values_of(pairs)
+
+    def collect_pairs(self, values: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self.permutation.pairs_of(values)
+
+
+@dataclass(frozen=True)
+class Gathered(Route):
+    """All ranks of the group have all tokens, and sum what their experts make of them.
+
+    Attributes:
+        permutation: of the pairs of all tokens whose experts this rank has.
+        ranks: the group.
+        missed: see :class:`Route`.
+    """
+
+    permutation: Permutation
+    ranks: ExpertRanks
+    missed: Tensor | None = None
+
+    @property
+    def offsets(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Route`."""
+        return self.permutation.offsets
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self.permutation.rows_of(all_gather(x.contiguous(), self.ranks.axis))
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return reduce_scatter(self.permutation.sums_of(rows), self.ranks.axis)
+
+    def scatter_pairs(self, pairs: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self.permutation.values_of(all_gather(pairs.contiguous(), self.ranks.axis))
+
+    def collect_pairs(self, values: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return reduce_scatter(self.permutation.pairs_of(values).contiguous(), self.ranks.axis)
+
+
+@dataclass(frozen=True)
+class Exchanged(Route):
+    """Each row is sent to the ranks of its expert: sorted by rank and expert, exchanged, sorted by expert.
+
+    Attributes:
+        order: int64 ``[rows sent]``, the pair of each row that is sent, ``slices`` for each of a token's
+            experts.
+        places, present: of the pairs among the rows sent, see :class:`Permutation`.
+        arrived: the permutation of rows that were received, a pair each.
+        ranks: the group.
+        send, receive: rows for and from each rank; None where all are as many.
+        slices: ranks that have a part of each expert.
+        exactly, missed: see :class:`Route`.
+    """
+
+    order: Tensor
+    places: Tensor
+    present: Tensor
+    arrived: Permutation
+    ranks: ExpertRanks
+    send: list[int] | None
+    receive: list[int] | None
+    slices: int
+    exactly: bool = False
+    missed: Tensor | None = None
+
+    @property
+    def offsets(self) -> Tensor:  # type: ignore[override]
+        """See :class:`Route`."""
+        return self.arrived.offsets
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return self._out(x[self.order // self.places.shape[1]])
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        return gathered_sum(self._back(rows), self.places, self.present, self.exactly)
+
+    def scatter_pairs(self, pairs: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        # Those of an expert's slices are neighbours.
+        return self._out(pairs.flatten()[self.order // self.slices])
+
+    def collect_pairs(self, values: Tensor) -> Tensor:
+        """See :class:`Route`."""
+        pairs = torch.where(self.present, self._back(values)[self.places], 0)
+        return pairs if self.slices == 1 else pairs.unflatten(1, (-1, self.slices)).sum(2)
+
+    def _out(self, rows: Tensor) -> Tensor:
+        """Rows in the order of ranks -> those of this rank's experts, sorted."""
+        return all_to_all(rows, self.ranks.axis, self.send, self.receive)[self.arrived.order]
+
+    def _back(self, rows: Tensor) -> Tensor:
+        """The inverse of :meth:`_out`."""
+        return _at_least_one(
+            all_to_all(rows[self.arrived.places[:, 0]], self.ranks.axis, self.receive, self.send)
+        )
+
+
+def _at_least_one(rows: Tensor) -> Tensor:
+    """Rows, of which those that do not exist may be read as the first."""
+    return rows if len(rows) else rows.new_zeros((1, *rows.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """Sends rows to their experts.
+
+    Attributes:
+        kind: ``alltoall`` or ``all_gather``.
+        experts: of all ranks.
+        ranks: among which they are divided.
+        allowance: rows of a buffer of static size, as a multiple of an even load; None where the host reads
+            counts.
+        exactly: see :class:`Route`.
+    """
+
+    kind: str
+    experts: int
+    ranks: ExpertRanks
+    allowance: float | None = None
+    exactly: bool = False
+
+    @property
+    def local(self) -> int:
+        """Experts of this rank."""
+        return self.experts // self.ranks.experts
+
+    def route(self, experts: Tensor, complete: bool = False) -> Route:
+        """The route of a microbatch's pairs; all ranks of the group together.
+
+        Args:
+            experts: int64 ``[tokens, top_k]``; ``self.experts`` for pairs that are not sent anywhere.
+            complete: all pairs are sent.
+        """
+        if self.ranks.axis.size == 1:
+            return Local(Permutation.of(experts, self.experts, complete=complete), self.exactly)
+        if self.kind == "all_gather":
+            return self._gathered(experts)
+        return self._exchanged(experts)
+
+    def _gathered(self, experts: Tensor) -> Route:
+        axis, (tokens, top_k) = self.ranks.axis, experts.shape
+        mine = all_gather(experts.contiguous(), axis) - self.ranks.place * self.local
+        mine = torch.where((mine >= 0) & (mine < self.local), mine, self.local)
+        if self.allowance is None:
+            rows = max(1, int((mine < self.local).sum()))
+            return Gathered(Permutation.of(mine, self.local, rows), self.ranks)
+        even = tokens * top_k * self.ranks.slices
+        rows = min(ceil(self.allowance * even), axis.size * tokens * min(top_k, self.local))
+        missed = ((mine < self.local).sum() - rows).clamp(min=0)
+        return Gathered(Permutation.of(mine, self.local, rows), self.ranks, missed)
+
+    def _destinations(self, experts: Tensor) -> Tensor:
+        """Numbers by which pairs are sorted for sending, ``slices`` for each pair, ``[tokens, top_k *
+        slices]``: the rank, times the experts of a rank, plus the expert's number there."""
+        place = torch.div(experts, self.local, rounding_mode="floor")
+        return (self._ranks_of[place] * self.local + (experts % self.local)[..., None]).flatten(1)
+
+    @cached_property
+    def _ranks_of(self) -> Tensor:
+        """int64 ``[parts of the experts + 1, slices]``: the ranks that have a part; a number above all ranks
+        for pairs that are not sent."""
+        ranks = self.ranks
+        table = torch.full((ranks.experts + 1, ranks.slices), ranks.axis.size, dtype=torch.int64)
+        for rank, (expert, part) in enumerate(zip(ranks.expert, ranks.slice)):
+            table[expert, part] = rank
+        return table.to(ranks.axis.device)
+
+    def _exchanged(self, experts: Tensor) -> Route:
+        size = self.ranks.axis.size
+        sending = Permutation.of(self._destinations(experts), size * self.local)
+        ends = sending.offsets.view(size, self.local)
+        counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(size, self.local)
+        if self.allowance is not None:
+            return self._in_slots(sending, counts, experts)
+        arriving = all_to_all(counts, self.ranks.axis)
+        send, receive = counts.sum(1).tolist(), arriving.sum(1).tolist()
+        ids = torch.arange(self.local).repeat(size).repeat_interleave(arriving.flatten())
+        arrived = Permutation.of(ids[:, None], self.local, complete=True)
+        order = sending.order[: sum(send)]
+        assert sending.present is not None
+        sent = order, sending.places, sending.present
+        return Exchanged(*sent, arrived, self.ranks, send, receive, self.ranks.slices, self.exactly)
+
+    def _in_slots(self, sending: Permutation, counts: Tensor, experts: Tensor) -> Route:
+        """A route in which each rank has as many slots for each other one: sizes that the host knows."""
+        size, device, (tokens, top_k) = self.ranks.axis.size, counts.device, experts.shape
+        assert self.allowance is not None and sending.present is not None
+        even = tokens * top_k * self.ranks.slices / size
+        slots = max(1, min(ceil(self.allowance * even), tokens * min(top_k, self.local)))
+        ends = sending.offsets.view(size, self.local)[:, -1].long()
+        starts = ends - counts.sum(1)
+        # Of the rows of each expert, those that fit behind the ones before.
+        fitting = counts.cumsum(1).clamp(max=slots).diff(dim=1, prepend=counts.new_zeros((size, 1)))
+        arriving = all_to_all(fitting.contiguous(), self.ranks.axis)
+        numbers = torch.arange(slots, device=device)
+        order = sending.order[(starts[:, None] + numbers).clamp(max=len(sending.order) - 1)].flatten()
+        ids = torch.searchsorted(arriving.cumsum(1), numbers.expand(size, slots).contiguous(), right=True)
+        arrived = Permutation.of(ids.view(-1, 1), self.local)
+        # Every slot is sent back, also empty ones: each has a row of its own.
+        arrived = arrived._replace(places=arrived.order.argsort()[:, None], present=None)
+        rank = torch.searchsorted(ends, sending.places, right=True).clamp(max=size - 1)
+        within = sending.places - starts[rank]
+        present = sending.present & (within < slots)
+        places = torch.where(present, rank * slots + within, 0)
+        missed = counts.sum() - fitting.sum()
+        sent = order, places, present, arrived, self.ranks, None, None
+        return Exchanged(*sent, self.ranks.slices, self.exactly, missed)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows and the weights of their pairs, at their experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        ctx.route = route
+        return route.scatter(x), route.scatter_pairs(weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
+        route: Route = ctx.route
+        grad_x = route.collect(gradient.contiguous()) if ctx.needs_input_grad[0] else None
+        grad_weights = route.collect_pairs(of_weights.contiguous()) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weights, None
+
+
+class _Combine(torch.autograd.Function):
+    """The sums of each token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route, like: Tensor, unused: bool) -> Tensor:
+        ctx.route = route
+        return torch.empty_like(like) if unused else route.collect(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.route.scatter(gradient.contiguous()), None, None, None
+
+
+def dispatch(x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    """``x [tokens, hidden]`` and ``weights [tokens, top_k]`` -> those of the rows of this rank's experts."""
+    rows: tuple[Tensor, Tensor] = applied(_Dispatch, x, weights, route)
+    return rows
+
+
+def combine(rows: Tensor, route: Route, like: Tensor, unused: bool = False) -> Tensor:
+    """What experts made of their rows -> ``[tokens, hidden]``, summed over each token's experts.
+
+    Args:
+        rows: in the order in which :func:`dispatch` returned them.
+        route: as given there.
+        like: a tensor of the result's shape and format.
+        unused: the result is not used, and neither summed nor sent.
+    """
+    total: Tensor = applied(_Combine, rows, route, like, unused)
+    return total

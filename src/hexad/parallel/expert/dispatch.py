@@ -181,15 +181,10 @@ class Exchanged(Route):
         return all_to_all(rows, self.ranks.axis, self.send, self.receive)[self.arrived.order]
 
     def _back(self, rows: Tensor) -> Tensor:
-        """The inverse of :meth:`_out`."""
-        return _at_least_one(
-            all_to_all(rows[self.arrived.places[:, 0]], self.ranks.axis, self.receive, self.send)
-        )
-
-
-def _at_least_one(rows: Tensor) -> Tensor:
-    """Rows, of which those that do not exist may be read as the first."""
-    return rows if len(rows) else rows.new_zeros((1, *rows.shape[1:]))
+        """The inverse of :meth:`_out`, and a row for pairs that have none."""
+        back = rows.new_empty((len(self.order) + 1, *rows.shape[1:]))
+        sent = rows[self.arrived.places[:, 0]]
+        return all_to_all(sent, self.ranks.axis, self.receive, self.send, back)
 
 
 @dataclass(frozen=True)
@@ -234,8 +229,7 @@ class Dispatcher:
         mine = all_gather(experts.contiguous(), axis) - self.ranks.place * self.local
         mine = torch.where((mine >= 0) & (mine < self.local), mine, self.local)
         if self.allowance is None:
-            rows = max(1, int((mine < self.local).sum()))
-            return Gathered(Permutation.of(mine, self.local, rows), self.ranks)
+            return Gathered(Permutation.of(mine, self.local, int((mine < self.local).sum())), self.ranks)
         even = tokens * top_k * self.ranks.slices
         rows = min(ceil(self.allowance * even), axis.size * tokens * min(top_k, self.local))
         missed = ((mine < self.local).sum() - rows).clamp(min=0)
@@ -268,10 +262,20 @@ class Dispatcher:
         send, receive = counts.sum(1).tolist(), arriving.sum(1).tolist()
         ids = torch.arange(self.local).repeat(size).repeat_interleave(arriving.flatten())
         arrived = Permutation.of(ids[:, None], self.local, complete=True)
-        order = sending.order[: sum(send)]
+        rows = sum(send)
         assert sending.present is not None
-        sent = order, sending.places, sending.present
-        return Exchanged(*sent, arrived, self.ranks, send, receive, self.ranks.slices, self.exactly)
+        places = sending.places.clamp(max=rows)
+        return Exchanged(
+            sending.order[:rows],
+            places,
+            sending.present,
+            arrived,
+            self.ranks,
+            send,
+            receive,
+            self.ranks.slices,
+            self.exactly,
+        )
 
     def _in_slots(self, sending: Permutation, counts: Tensor, experts: Tensor) -> Route:
         """A route in which each rank has as many slots for each other one: sizes that the host knows."""
@@ -287,13 +291,12 @@ class Dispatcher:
         numbers = torch.arange(slots, device=device)
         order = sending.order[(starts[:, None] + numbers).clamp(max=len(sending.order) - 1)].flatten()
         ids = torch.searchsorted(arriving.cumsum(1), numbers.expand(size, slots).contiguous(), right=True)
-        arrived = Permutation.of(ids.view(-1, 1), self.local)
         # Every slot is sent back, also empty ones: each has a row of its own.
-        arrived = arrived._replace(places=arrived.order.argsort()[:, None], present=None)
+        arrived = Permutation.of(ids.view(-1, 1), self.local, complete=True)
         rank = torch.searchsorted(ends, sending.places, right=True).clamp(max=size - 1)
         within = sending.places - starts[rank]
         present = sending.present & (within < slots)
-        places = torch.where(present, rank * slots + within, 0)
+        places = torch.where(present, rank * slots + within, size * slots)
         missed = counts.sum() - fitting.sum()
         sent = order, places, present, arrived, self.ranks, None, None
         return Exchanged(*sent, self.ranks.slices, self.exactly, missed)

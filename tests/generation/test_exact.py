@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import gcd
 from typing import Any
 
 import pytest
@@ -46,6 +47,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.22,
         "embedding_multiplier": 3.0,
         "logits_scaling": 1.7,
+    },
+    "experts": {
+        **COMMON,
+        "family": "llama",
+        "kv_heads": 6,
+        "moe": {"experts": 6, "top_k": 3, "ffn_hidden": 12, "first_dense": 1, "shared_experts": 1},
+    },
+    "groups": {
+        **COMMON,
+        "family": "llama",
+        "kv_heads": 6,
+        "moe": {
+            "experts": 6,
+            "top_k": 2,
+            "ffn_hidden": 12,
+            "score": "sigmoid",
+            "groups": 3,
+            "top_groups": 2,
+            "scale": 1.7,
+            "shared_experts": 1,
+            "shared_gate": True,
+        },
     },
     "lora": {**COMMON, "family": "llama", "kv_heads": 6, "lora": {"rank": 2, "alpha": 3}},
 }
@@ -162,6 +185,8 @@ PAIRS = [
     ("llama", TRAINING[12], Degrees(tensor=3), "fp32"),
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
+    ("experts", {"data": 2, "tensor": 3, "expert": 6, "zero": 3}, Degrees(tensor=3, expert=3), "bf16"),
+    ("groups", {"context": 2, "data": 3, "expert": 3}, Degrees(tensor=2, context=3, expert=2), "fp32"),
 ]
 
 
@@ -181,13 +206,22 @@ def test_training_and_generation_have_the_same_bits(
 def test_every_pair_of_layouts_has_the_same_bits(name: str, dtype: str, pool: Pool) -> None:
     sequences, scores, _ = alone(name, dtype)
     for number, parallel in enumerate(TRAINING):
+        if "moe" in MODELS[name]:
+            parallel = {**parallel, "expert": _largest_expert(layout_of(parallel))}
         tokens = (12, 36, 120)[number % 3]
         world = layout_of(parallel).world
         assert pool.run(world, scored, name, parallel, dtype, tokens, sequences)[0] == scores, parallel
     for number, layout in enumerate(GENERATION):
+        if "moe" in MODELS[name]:
+            layout = replace(layout, expert=gcd(layout.tensor * layout.context, 6))
         room = ROOMS[number % len(ROOMS)]
         results = pool.run(layout.world, generated, name, layout, room, dtype)[0]
         check_generated(results, name, dtype)
+
+
+def _largest_expert(layout: Layout) -> int:
+    """The largest expert degree, of six experts."""
+    return gcd(layout.world // layout.pipeline, 6)
 
 
 def test_usual_arithmetic_differs(pool: Pool) -> None:

@@ -34,7 +34,7 @@ class Experts(ShardedModule):
         ranks = shard.experts
         kind = inventory.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
         self.dispatcher = Dispatcher(
-            kind, settings.experts, ranks, allowance if static else None, shard.exact
+            kind, settings.experts, ranks, allowance if static else None, shard.exact, shard.compiled
         )
 
     def forward(self, x: Tensor, routing: Routing, where: Geometry, most: int, unused: bool) -> Tensor:

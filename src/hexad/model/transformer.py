@@ -28,6 +28,8 @@ from .dropout import DropoutKey, Dropper, Site, row_keys
 from .feedforward import FeedForward
 from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
+from .latent_attention import LatentAttention
+from .latent_attention_inventory import LatentAttentionSpec
 from .norms import Norm
 from .positions import Geometry, KeyValueCache, Rotary
 from .recompute import Recompute
@@ -60,6 +62,7 @@ class Branch(Protocol):
 
 BRANCHES: dict[type[BranchSpec], Callable[[Any, Shard, int], nn.Module]] = {
     AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
     FeedForwardSpec: FeedForward,
 }
 """What computes a branch, given its specification, the shard and the number of the layer."""

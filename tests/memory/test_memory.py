@@ -29,6 +29,11 @@ from .measure import measure, measured_config
 
 CPU = torch.device("cpu")
 GPT2 = {"family": "gpt2", "kv_heads": 8}
+LATENT = {
+    "family": "deepseek_v3",
+    "kv_heads": 8,
+    "mla": {"q_rank": 64, "kv_rank": 48, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
+}
 
 
 # What a layer keeps
@@ -148,6 +153,7 @@ def test_repeated_keys_and_values_are_counted(
         (GPT2, {"pipeline": 2, "schedule": "zb_v", "tensor": 2}),
         ({"family": "qwen3"}, {"pipeline": 3, "data": 4}),
         ({"family": "qwen2", "layers": 7}, {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}),
+        (LATENT, {"tensor": 2, "data": 2, "zero": 1}),
     ],
 )
 def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -> None:
@@ -207,6 +213,7 @@ FEW = [
     _case(1, precision=ALL_IN_FP8, **LARGE_WEIGHTS),
     _case(2, precision=ALL_IN_FP8, parallel={"pipeline": 2, "schedule": "zb_h1"}, **LARGE_WEIGHTS),
     _case(2, parallel={"context": 2}),
+    _case(2, parallel={"tensor": 2}, model=LATENT),
     _case(
         2,
         parallel={"context": 2},
@@ -236,6 +243,7 @@ EXACT = [
     _case(1, run={"compile": "pointwise"}, model={"vocab": 4000}, precision=BF16),
     _case(1, model={"lora": {"rank": 8, "targets": ["q", "v"]}}, data={"sequence": 512}),
     _case(1, model=NARROW["model"] | {"attention_dropout": 0.1}, data=NARROW["data"]),
+    _case(2, parallel={"tensor": 2}, **{**NARROW, "model": NARROW["model"] | LATENT}),
 ]
 """Layouts that are measured in exact arithmetic."""
 
@@ -253,7 +261,7 @@ def _check(world: int, groups: Groups, pool: Pool, bounds: tuple[float, float] =
     ("world", "groups"),
     # A CPU is slow in bf16; many more such layouts are in the slow sweep.
     [
-        pytest.param(*case, marks=pytest.mark.slow) if n in (0, 1, 2, 4, 6, 14) else case
+        pytest.param(*case, marks=pytest.mark.slow) if n in (0, 1, 2, 4, 6, 15) else case
         for n, case in enumerate(FEW)
     ],
     ids=str,

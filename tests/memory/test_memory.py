@@ -94,6 +94,36 @@ def test_a_layer_keeps_what_the_closed_form_says(
         assert measured == closed_form(recompute, world, sequence, dtype.itemsize)
 
 
+def closed_form_of_latent_attention(recompute: str, world: int, sequence: bool, byte: int) -> int:
+    """Of docs/memory.md."""
+    model = measured_config(model=LATENT).model
+    assert model.mla is not None and model.mla.q_rank is not None
+    tokens, wide, mla = 256, max(byte, 4), model.mla
+    rows, heads = tokens // world if sequence else tokens, model.heads // world
+    c, rope, f = model.mla.q_rank + mla.kv_rank, mla.rope_dim, int(model.ffn_hidden) // world
+    p, u, v = heads * mla.head_dim, heads * (mla.nope_dim + mla.value_dim), heads * mla.value_dim
+    statistics = wide * (4 * rows + tokens * heads)
+    none = 4 * tokens * p + tokens * v + rows * (2 * c + rope) + 4 * rows * model.hidden + 3 * tokens * f
+    kept = 2 * tokens * p + tokens * (u + v + rope) + rows * (c + rope)
+    return {
+        "none": byte * none + statistics,
+        "selective": byte * (kept + 2 * rows * model.hidden + 2 * tokens * f) + statistics,
+        "full": byte * rows * model.hidden,
+    }[recompute]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("world", "sequence"), [(1, False), (2, True), (2, False)])
+def test_so_does_one_with_latent_attention(recompute: str, world: int, sequence: bool, pool: Pool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for measured in pool.run(world, _latent_layer, recompute, sequence, dtype):
+            assert measured == closed_form_of_latent_attention(recompute, world, sequence, dtype.itemsize)
+
+
+def _latent_layer(recompute: str, sequence: bool, dtype: torch.dtype) -> int:
+    return _layer(recompute, sequence, dtype, **LATENT)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_feed_forward_layer_keeps_the_same_on_every_device(family: str, dtype: torch.dtype) -> None:

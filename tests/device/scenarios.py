@@ -228,7 +228,9 @@ SCENARIOS: dict[str, Scenario] = {
     "copied KV heads, tensor 4": train(harness.COPIED_GRID[0]),
     "experts, data 2, tensor 2, zero 3": train(EXPERT_GRID[5]),
     "latent attention, tensor 2 + sequence": train(harness.LATENT_GRID[0]),
-    "latent attention, tensor 2": train(harness.LATENT_GRID[1]),
+    "latent attention, LoRA, tensor 2": train(
+        Case(harness.adapted(harness.LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)
+    ),
     "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
     "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),
     "context ulysses_ring": train(

@@ -142,8 +142,8 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 # Sums over tokens are kernels of their own; so are the gathering of targets, in 8 bits a maximum and the
-# scale, and what is one number per head.
-_KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2}
+# scale, and what is one number per head; and the copy of what of a head is not rotated.
+_KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2, "turn_pairs": 2}
 
 
 _QUICK = ("add_rms",)

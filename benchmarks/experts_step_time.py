@@ -7,7 +7,7 @@ experts.
 One process, one thread, fp32, AdamW without clipping: the sizes of ``step_time.py``'s model. transformers'
 model takes each of its implementations of experts; ``dense`` is Hexad's model of equal active parameters.
 All processes hold as many tokens, and alternate, a step each. Printed are medians of the wall seconds of a
-step, and ratios (Hexad / other): medians of neighbours'. """
+step, and ratios (Hexad / other): medians of neighbours'."""
 
 import argparse
 import json

@@ -19,6 +19,8 @@ _GPT2 = {"n_positions": LENGTH, "n_embd": 36, "n_layer": 3, "n_head": 6, "resid_
          "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 _ROTARY = {"hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 6,
            "num_key_value_heads": 2, "max_position_embeddings": LENGTH}  # fmt: skip
+_LATENT = {**_ROTARY, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+           "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 3}  # fmt: skip
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +58,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
     "granite": ("granite", {**_ROTARY, "embedding_multiplier": 12.0, "attention_multiplier": 0.2,
                             "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "deepseek_v3, direct queries, yarn": ("deepseek_v3", {**_LATENT, "q_lora_rank": None, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 10,
+        "beta_fast": 3.0, "beta_slow": 0.5, "mscale": 0.707, "mscale_all_dim": 1.3}}),
+    "deepseek_v2": ("deepseek_v2", _LATENT),
+    "deepseek_v2, yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 40.0, "original_max_position_embeddings": 4,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "granite, tied": ("granite", {**_ROTARY, "tie_word_embeddings": True, "attention_multiplier": 0.1}),
     "qwen3, tied": ("qwen3", {**_ROTARY, "head_dim": 6, "tie_word_embeddings": True}),
 }  # fmt: skip
@@ -112,8 +122,9 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 @contextmanager
 def exact_functions() -> Iterator[None]:
-    """transformers computes RMSNorm, and the sines and cosines of rotary positions, in float32 whatever the
-    format; here RMSNorm as it stands, and those rounded from float64, as ours are."""
+    """transformers computes RMSNorm, DeepSeek-V2's rotation, and the sines and cosines of rotary positions
+    in float32 whatever the format; here the first two as they stand, and those rounded from float64, as ours
+    are."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
@@ -121,9 +132,19 @@ def exact_functions() -> Iterator[None]:
     def rounded(function: Any) -> Any:
         return lambda x: function(x.double()).to(x.dtype)
 
+    def rotated(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As theirs, but in the format of the tensors."""
+        pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turns.unsqueeze(1) for x in (q, k))
+        return tuple(torch.view_as_real(x).flatten(3) for x in pairs)
+
+    polar, latent = torch.polar, import_module("transformers.models.deepseek_v2.modeling_deepseek_v2")
     cos, sin = (rounded(function) for function in (torch.Tensor.cos, torch.Tensor.sin))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.Tensor, cos=cos, sin=sin))
+        stack.enter_context(
+            mock.patch.object(torch, "polar", lambda x, y: polar(x.double(), y.double()).to(torch.cfloat))
+        )
+        stack.enter_context(mock.patch.object(latent, "apply_rotary_emb", rotated))
         for norm in rms_norms():
             stack.enter_context(mock.patch.multiple(norm, forward=forward))
         yield

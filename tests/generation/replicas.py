@@ -32,6 +32,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
         "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 14, "score": "sigmoid", "shared_experts": 1},
     },
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "mla": {"q_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
+    },
+    "deepseek_v2": {
+        "family": "deepseek_v2",
+        "mla": {"q_rank": None, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "value_dim": 9},
+        "sliding_window": 5,
+    },
     "longrope": {
         "family": "llama",
         "head_dim": 8,

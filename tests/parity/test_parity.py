@@ -26,10 +26,13 @@ from .harness import (
     EVERY_ADAPTED,
     EVERY_COMPILED,
     EVERY_COPIED,
+    EVERY_LATENT,
     EVERY_LAYOUT,
     EVERY_PIPELINE,
     EVERY_STATE,
     GRID,
+    LATENT,
+    LATENT_GRID,
     PIPELINE_GRID,
     PIPELINE_SETTINGS,
     STATE_GRID,
@@ -72,6 +75,7 @@ def _by_layout(cases: Iterable[Case]) -> list[Case]:
             *COPIED_GRID,
             *ADAPTED_GRID,
             *EXPERT_GRID,
+            *LATENT_GRID,
             *CONTEXT_GRID,
         )
     ),
@@ -121,6 +125,7 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
             *EVERY_COMPILED,
             *EVERY_COPIED,
             *EVERY_ADAPTED,
+            *EVERY_LATENT,
             *CONTEXT_TRIPLES,
             *COMPILED_CONTEXT,
         )
@@ -156,13 +161,14 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
 
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2, 3, 4))])
-@pytest.mark.parametrize("index", range(len(VARIANTS)))
+@pytest.mark.parametrize("index", range(len(VARIANTS) + len(LATENT)))
 def test_bf16_stays_near_float64(index: int, turn: int, pool: Pool, references: References) -> None:
     """A bf16 number is off by 2^-9 of itself at most; losses are means over many such numbers."""
     layouts = ((1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True), (1, 1, True, 2))
     layout = layouts[(2 * index + turn) % len(layouts)]  # variants take turns
-    variant = replace(VARIANTS[index], overrides={"precision": {"dtype": "bf16"}})
-    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(Case(VARIANTS[index])).losses
+    plain = (*VARIANTS, *LATENT)[index]
+    variant = replace(plain, overrides={"precision": {"dtype": "bf16"}})
+    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(Case(plain)).losses
     assert losses != wanted
     assert losses == pytest.approx(wanted, rel=2**-8)
 

@@ -15,6 +15,7 @@ from hexad.engine.engine import Engine
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
+from ..parity.expert_cases import MIXTRAL
 from ..parity.harness import Case, Variant, assemble, microbatches
 from ..pool import Pool
 
@@ -138,6 +139,63 @@ def uninterrupted(pool: Pool) -> list[float]:
 def _straight() -> list[float]:
     engine, _ = _engine(_BASE, Path("unused"))
     return [engine.train_step(microbatches(_BASE, step, 0)).loss for step in range(BEFORE + AFTER)]
+
+
+# Experts: another degree, parts of experts, biases and loads of the step before, which balance the next.
+_EXPERTS = Case(
+    replace(
+        MIXTRAL,
+        name="experts, balance over the step, bias",
+        model={
+            **MIXTRAL.model,
+            "moe": {
+                "experts": 4,
+                "top_k": 2,
+                "ffn_hidden": 20,
+                "score": "sigmoid",
+                "bias_rate": 0.05,
+                "balance": "step",
+                "aux_loss": 0.3,
+            },
+        },
+    ),
+    samples=12,
+)
+EXPERT_LAYOUTS = (
+    replace(_EXPERTS, data=2, expert=2, zero=1),
+    replace(_EXPERTS, data=2, tensor=2, expert=2, expert_tensor=2, zero=3),
+    replace(_EXPERTS, data=2, expert=2, pipeline=2, schedule="zb_v", virtual=2, zero=2),
+    replace(_EXPERTS, data=4, expert=4, dispatcher="all_gather"),
+)
+
+
+def _expert_run() -> tuple[list[float], dict[str, Any]]:
+    """The losses of one process that never stops, and its state after the steps before the save."""
+    engine, _ = _engine(_EXPERTS, Path("unused"))
+    losses, state = [], {}
+    for step in range(BEFORE + AFTER):
+        losses.append(engine.train_step(microbatches(_EXPERTS, step, 0)).loss)
+        if step == BEFORE - 1:
+            state = assemble([_pieces(engine)])
+    return losses, state
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_experts_in_another_layout(number: int, pool: Pool, tmp_path: Path) -> None:
+    """Weights, square ones too, optimizer state, biases and loads: those of one process, and its next
+    losses."""
+    origin, into = EXPERT_LAYOUTS[number], EXPERT_LAYOUTS[(number + 1) % len(EXPERT_LAYOUTS)]
+    losses, state = pool.run(1, _expert_run)[0]
+    results = pool.run(origin.world, save, origin, tmp_path)
+    written = assemble([pieces for _, pieces in results])
+    assert written.keys() == state.keys()
+    for name, values in state.items():
+        np.testing.assert_allclose(written[name], values, rtol=1e-8, atol=1e-12, err_msg=name)
+    assert any(values.any() for name, values in written.items() if name.endswith("router.bias"))
+    loaded = pool.run(into.world, load, into, [tmp_path])
+    np.testing.assert_allclose(loaded[0][0][0], losses[BEFORE:], rtol=1e-9)
+    again = assemble([rank[0][1] for rank in loaded])
+    assert all(np.array_equal(again[name], values) for name, values in written.items())
 
 
 def check(saved: Saved, uninterrupted: list[float], pool: Pool, origins: Sequence[str], into: str) -> None:

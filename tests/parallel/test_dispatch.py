@@ -126,6 +126,39 @@ def test_rows_beyond_a_buffer_are_counted(kind: str, pool: Pool) -> None:
     assert all(torch.isfinite(part).all() for *parts, _ in results for part in parts)
 
 
+def _sent(kind: str, routing: str) -> tuple[int, int, list[int]]:
+    """(bytes sent in a forward and a backward pass, this rank, rows for each rank)."""
+    world = torch.distributed.get_world_size()
+    mesh = Mesh.create(Layout(world=world, expert=world), torch.device("cpu"))
+    ranks, chosen = mesh.expert_ranks(), _chosen(routing, mesh.rank)
+    before = ranks.axis.sent.total()
+    route = Dispatcher(kind, EXPERTS, ranks).route(chosen)
+    _through_experts(mesh.rank, route, ranks, 1)
+    local = EXPERTS // world
+    rows = [int(((chosen >= r * local) & (chosen < (r + 1) * local)).sum()) for r in range(world)]
+    return ranks.axis.sent.total() - before, mesh.rank, rows
+
+
+@pytest.mark.parametrize("routing", ["random", "one expert"])
+@pytest.mark.parametrize("kind", ["alltoall", "all_gather"])
+def test_bytes_sent_are_those_of_the_routing(kind: str, routing: str, pool: Pool) -> None:
+    """Rows and their weights there and back, twice, and counts or experts' numbers; all of float64."""
+    world = 4
+    results = pool.run(world, _sent, kind, routing, keep="experts 1")
+    for sent, rank, rows in results:
+        away = sum(rows) - rows[rank]
+        back = sum(other[2][rank] for other in results) - rows[rank]
+        row = 8 * HIDDEN
+        if kind == "alltoall":
+            counts = 4 * (EXPERTS - EXPERTS // world)
+            # Forward: rows and weights away, results back. Backward: gradients of results away, the rest
+            back.expected = counts + away * (row + 8) + back * row + away * row + back * (row + 8)
+        else:
+            gathered = (world - 1) * TOKENS
+            expected = gathered * 8 * TOP_K + gathered * (4 * row + 2 * 8 * TOP_K)
+        assert sent == expected
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(0, 9),

@@ -19,6 +19,8 @@ _GPT2 = {"n_positions": LENGTH, "n_embd": 36, "n_layer": 3, "n_head": 6, "resid_
          "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 _ROTARY = {"hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 6,
            "num_key_value_heads": 2, "max_position_embeddings": LENGTH}  # fmt: skip
+_LATENT = {**_ROTARY, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+           "qk_rope_head_dim": 4, "v_head_dim": 6, "first_k_dense_replace": 3}  # fmt: skip
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,6 +58,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
     "granite": ("granite", {**_ROTARY, "embedding_multiplier": 12.0, "attention_multiplier": 0.2,
                             "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "deepseek_v3, direct queries, yarn": ("deepseek_v3", {**_LATENT, "q_lora_rank": None, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 10,
+        "beta_fast": 3.0, "beta_slow": 0.5, "mscale": 0.707, "mscale_all_dim": 1.3}}),
+    "deepseek_v2": ("deepseek_v2", _LATENT),
+    "deepseek_v2, yarn": ("deepseek_v2", {**_LATENT, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 40.0, "original_max_position_embeddings": 4,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "granite, tied": ("granite", {**_ROTARY, "tie_word_embeddings": True, "attention_multiplier": 0.1}),
     "qwen3, tied": ("qwen3", {**_ROTARY, "head_dim": 6, "tie_word_embeddings": True}),
 }  # fmt: skip

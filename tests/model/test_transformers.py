@@ -1,5 +1,6 @@
 """Logits, gradients and training steps equal to Hugging Face transformers on random weights, in float64."""
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,10 @@ _YARN = {"type": "yarn", "factor": 4.0, "original_positions": 16, "beta_fast": 3
 _LONG = {"type": "longrope", "factor": 4.0, "short_factors": [1.0, 1.1, 1.3, 1.5],
          "long_factors": [1.0, 1.7, 2.9, 4.3]}  # fmt: skip
 _LLAMA = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": 2, "ffn_hidden": 80, "vocab": VOCAB}
+_MLA = {"q_rank": 20, "kv_rank": 14, "nope_dim": 10, "rope_dim": 6, "value_dim": 12}
+_LATENT = {**{key: value for key, value in _LLAMA.items() if key != "kv_heads"}, "mla": _MLA,
+           "norm_eps": 1e-4}  # fmt: skip
+_MAGNITUDE = 0.1 * 0.8 * math.log(4.0) + 1
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_LLAMA},
     "llama-tied": {"family": "llama", **_LLAMA, "tied_embeddings": True},
@@ -44,6 +49,16 @@ CASES: dict[str, dict[str, Any]] = {
     "phi3-partial": {"family": "phi3", **_LLAMA, "rotary_fraction": 0.75},
     "granite": {"family": "granite", **_LLAMA, "embedding_multiplier": 12.0, "attention_multiplier": 0.3,
                 "residual_multiplier": 0.22, "logits_scaling": 8.0},
+    "deepseek_v3": {"family": "deepseek_v3", **_LATENT},
+    "deepseek_v3, direct queries": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "q_rank": None}},
+    "deepseek_v3, wide values": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "value_dim": 22}},
+    "deepseek_v3, equal widths": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "value_dim": 16}},
+    "deepseek_v3, yarn": {
+        "family": "deepseek_v3", **_LATENT, "rope_theta": 100.0,
+        "rope_scaling": {**_YARN, "attention_factor": (0.1 * 0.6 * math.log(4.0) + 1) / _MAGNITUDE},
+        "attention_multiplier": _MAGNITUDE**2 / 4},
+    "deepseek_v3, yarn of rotated elements": {
+        "family": "deepseek_v3", **_LATENT, "rope_theta": 100.0, "rope_scaling": _YARN},
     "gpt2": {"family": "gpt2", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB,
              "max_positions": 40},
 }  # fmt: skip
@@ -95,9 +110,15 @@ def oracle(name: str) -> transformers.PreTrainedModel:
             further = {"pad_token_id": None, "eos_token_id": None}
             if model.rope_scaling is not None:
                 further["original_max_position_embeddings"] = model.rope_scaling.original_positions
+        if model.mla is not None:
+            keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            further |= dict(zip(keys, CASES[name]["mla"].values())) | {"first_k_dense_replace": LAYERS}
+            if model.attention_multiplier != 1 / 4:
+                rope |= {"mscale": 0.6, "mscale_all_dim": 0.8}
+                del rope["attention_factor"]
         if model.family in ("mistral", "phi3"):
             further["sliding_window"] = model.sliding_window
-        if model.head_dim != HIDDEN // HEADS:
+        if model.head_dim != HIDDEN // HEADS and model.mla is None:
             further["head_dim"] = model.head_dim
         config = transformers.AutoConfig.for_model(
             model.family, vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=80,

@@ -26,10 +26,12 @@ from .harness import (
     EVERY_ADAPTED,
     EVERY_COMPILED,
     EVERY_COPIED,
+    EVERY_LATENT,
     EVERY_LAYOUT,
     EVERY_PIPELINE,
     EVERY_STATE,
     GRID,
+    LATENT_GRID,
     PIPELINE_GRID,
     PIPELINE_SETTINGS,
     STATE_GRID,
@@ -72,6 +74,7 @@ def _by_layout(cases: Iterable[Case]) -> list[Case]:
             *COPIED_GRID,
             *ADAPTED_GRID,
             *EXPERT_GRID,
+            *LATENT_GRID,
             *CONTEXT_GRID,
         )
     ),
@@ -121,6 +124,7 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
             *EVERY_COMPILED,
             *EVERY_COPIED,
             *EVERY_ADAPTED,
+            *EVERY_LATENT,
             *CONTEXT_TRIPLES,
             *COMPILED_CONTEXT,
         )

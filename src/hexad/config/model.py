@@ -111,7 +111,32 @@ class RopeScaling(Settings):
     """The settings of each type."""
 
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gpt2", "mixtral", "qwen3_moe"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gpt2", "deepseek_v2", "deepseek_v3", "mixtral",
+    "qwen3_moe",
+]  # fmt: skip
+
+
+class MlaSettings(Settings):
+    """Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1): keys and values are products
+    of one narrow latent vector per token, which is what generation keeps of a token."""
+
+    q_rank: Width | None = 1536
+    """Width of the latent vector that queries are made of. null: queries are a product of the residual
+    stream, as in DeepSeek-V2-Lite."""
+    kv_rank: Width = 512
+    """Width of the latent vector that keys and values are made of."""
+    nope_dim: Width = 128
+    """Elements of a query or key head without positions."""
+    rope_dim: Width = 64
+    """Elements of a query or key head that are rotated, after the others; in keys the same for all heads."""
+    value_dim: Width = 128
+    """Width of a value head."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.nope_dim + self.rope_dim
 
 
 class LoraSettings(Settings):
@@ -218,10 +243,10 @@ class ModelSettings(Settings):
     heads: Width = 8
     """Query heads per layer."""
     kv_heads: Width | Literal["auto"] = "auto"
-    """Key/value heads per layer (grouped-query attention). ``auto``: ``heads`` for gpt2; otherwise 4 where
-    that divides ``heads``, else ``heads``."""
+    """Key/value heads per layer (grouped-query attention). ``auto``: ``heads`` for gpt2 and with ``mla``;
+    otherwise 4 where that divides ``heads``, else ``heads``."""
     head_dim: Width | Literal["auto"] = "auto"
-    """Width of one head. ``auto``: ``hidden / heads``."""
+    """Width of one query or key head. ``auto``: ``hidden / heads``; with ``mla`` ``nope_dim + rope_dim``."""
     ffn_hidden: Width | Literal["auto"] = "auto"
     """Inner width of the feed-forward layer. ``auto``: ``4 * hidden`` for gpt2, else ``8/3 * hidden`` rounded
     up to a multiple of 64."""
@@ -253,6 +278,9 @@ class ModelSettings(Settings):
     all tokens before it."""
     attention_multiplier: PositiveFloat | Literal["auto"] = "auto"
     """What attention scores are multiplied by. ``auto``: ``1 / sqrt(head_dim)``."""
+    mla: MlaSettings | None = None
+    """Multi-head latent attention, which deepseek_v2 and deepseek_v3 have; null: attention with grouped
+    heads."""
     embedding_multiplier: PositiveFloat = 1.0
     """What token embeddings are multiplied by."""
     residual_multiplier: PositiveFloat = 1.0
@@ -281,4 +309,4 @@ class ModelSettings(Settings):
     @property
     def rotary_width(self) -> int:
         """Elements of a query or key head that are rotated, once ``head_dim`` is a number."""
-        return int(int(self.head_dim) * self.rotary_fraction)
+        return self.mla.rope_dim if self.mla is not None else int(int(self.head_dim) * self.rotary_fraction)

@@ -35,6 +35,8 @@ def build_model(config: Config, mesh: Mesh, layers: Sequence[range], dtype: torc
         layers: of every stage, one stage per pipeline rank.
         dtype: of the weights.
     """
+    if config.model.mla is not None:
+        raise ConfigError("model.mla", "found latent attention, which generation does not support yet")
     mesh = factored_mesh(config.model, config.parallel, mesh)
     shard = make_shard(config.parallel, mesh, dtype)
     shard = replace(shard, sequence=False, chunks=1, exact=config.precision.exact)

@@ -14,7 +14,7 @@ from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from . import exact_attention, exact_ops, ops
-from .attention_inventory import AttentionSpec
+from .attention_inventory import AttentionCoreSpec, AttentionSpec
 from .attention_kernels import choose
 from .dropout import Dropper, Site, adapter_dropper
 from .norms import Norm
@@ -40,31 +40,26 @@ def dropped_tiles(dropper: Dropper, queries: Tensor, kv_heads: int, length: int)
     return factors
 
 
-class Attention(nn.Module):
-    """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
+class AttentionCore(nn.Module):
+    """Attention of this rank's query heads over its key/value heads, between the projections.
 
-    def __init__(self, inventory: AttentionSpec, shard: Shard, layer: int) -> None:
+    Attributes:
+        out: the projection back into the residual stream.
+    """
+
+    out: RowParallelLinear
+
+    def __init__(self, inventory: AttentionCoreSpec, shard: Shard, layer: int) -> None:
         super().__init__()
         self.layer, self.compiled, self.exact = layer, shard.compiled, shard.exact
         self.ring, self.ulysses = shard.ring, shard.ulysses
         self.method = shard.method
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
-        self.width = inventory.width
-        self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads * inventory.copies // ranks
+        self.width = inventory.head_width
+        self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads_held // ranks
         self.scale, self.window = inventory.scale, inventory.window
         self.use_kernel(shard.device, shard.dtype)
-        self.qkv = ColumnParallelLinear(inventory.qkv, shard)
-        self.out = RowParallelLinear(inventory.out, shard)
-        features = inventory.heads * inventory.width
-        self.droppers = (
-            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
-            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
-        )
-        self.q_norm: Norm | None = None
-        self.k_norm: Norm | None = None
-        if inventory.head_norms:
-            self.q_norm, self.k_norm = (Norm(norm, shard) for norm in inventory.head_norms)
 
     def use_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
         """Choose the kernel for a number format; again where weights are converted after construction."""
@@ -76,33 +71,9 @@ class Attention(nn.Module):
         """The product that makes the branch's result."""
         return self.out
 
-    def forward(self, x: Tensor, where: Geometry) -> Tensor:
-        """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        heads, kv_heads = self.heads, self.kv_heads
-        first, second = (dropper.at(where.adapted) for dropper in self.droppers)
-        widths = (heads + kv_heads) * self.width, kv_heads * self.width
-        parts = self.qkv(x, first).split_with_sizes(widths, 1)
-        qk = self._queries_and_keys(parts[0], where)
-        v = parts[1].view(-1, kv_heads, self.width)
-        return self.out(self._core(qk, v, where), second)
-
-    @recomputable
-    def _queries_and_keys(self, qk: Tensor, where: Geometry) -> Tensor:
-        """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qk``."""
-        heads, kv_heads = self.heads, self.kv_heads
-        qk = qk.view(-1, heads + kv_heads, self.width)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([heads, kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        if where.cos is not None and where.sin is not None:
-            qk = (exact_ops if self.exact else ops).rotate(qk, where.cos, where.sin, self.compiled)
-        return qk
-
-    def _core(self, qk: Tensor, v: Tensor, where: Geometry) -> Tensor:
-        """``qk [tokens, heads + key/value heads, width]`` and ``v`` -> ``[tokens, heads * width]``."""
-        q, k = qk.split_with_sizes((self.heads, self.kv_heads), 1)
-        if where.cache is not None:
-            return where.cache.attend(self.layer, q, k, v, self.kernel)
+    def _core(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
+        """``q [tokens, heads, width]``, ``k`` and ``v [tokens, key/value heads, width]`` -> ``[tokens,
+        heads * width]``, over the keys of all context ranks."""
         if where.slice is not None:
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)
             return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
@@ -134,3 +105,45 @@ class Attention(nn.Module):
         kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
         exchange = KeyExchange(steps, self.ring, self.method)
         return attention_over_ranks(q, k, v, exchange, kernel, self.compiled)
+
+
+class Attention(AttentionCore):
+    """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
+
+    def __init__(self, inventory: AttentionSpec, shard: Shard, layer: int) -> None:
+        super().__init__(inventory, shard, layer)
+        self.qkv = ColumnParallelLinear(inventory.qkv, shard)
+        self.out = RowParallelLinear(inventory.out, shard)
+        features = inventory.heads * inventory.width
+        self.droppers = (
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
+        )
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
+        if inventory.head_norms:
+            self.q_norm, self.k_norm = (Norm(norm, shard) for norm in inventory.head_norms)
+
+    def forward(self, x: Tensor, where: Geometry) -> Tensor:
+        """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
+        heads, kv_heads = self.heads, self.kv_heads
+        first, second = (dropper.at(where.adapted) for dropper in self.droppers)
+        widths = (heads + kv_heads) * self.width, kv_heads * self.width
+        parts = self.qkv(x, first).split_with_sizes(widths, 1)
+        q, k = self._queries_and_keys(parts[0], where).split_with_sizes((heads, kv_heads), 1)
+        v = parts[1].view(-1, kv_heads, self.width)
+        if where.cache is not None:
+            return self.out(where.cache.attend(self.layer, q, k, v, self.kernel), second)
+        return self.out(self._core(q, k, v, where), second)
+
+    @recomputable
+    def _queries_and_keys(self, qk: Tensor, where: Geometry) -> Tensor:
+        """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qk``."""
+        heads, kv_heads = self.heads, self.kv_heads
+        qk = qk.view(-1, heads + kv_heads, self.width)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([heads, kv_heads], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        if where.cos is not None and where.sin is not None:
+            qk = (exact_ops if self.exact else ops).rotate(qk, where.cos, where.sin, self.compiled)
+        return qk

@@ -1,5 +1,6 @@
 """What self-attention holds, multiplies, keeps, needs and sends. No torch."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,108 +13,55 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
 
+_EACH = ("F", 2), ("B", 4)
+"""Actions, and how many products of attention each has."""
 
-@dataclass(frozen=True)
-class AttentionSpec(BranchSpec):
-    """Causal self-attention with grouped key/value heads.
+
+class AttentionCoreSpec(BranchSpec):
+    """Causal attention between the projections: what kinds of self-attention have in common.
 
     Attributes:
-        layer: what it has in common with the layer's other branches.
-        heads, kv_heads: query heads, and key/value heads.
-        width: of a head.
-        rotary_width: leading elements of a query or key head that are rotated; 0 without rotary positions.
+        heads: query heads.
         scale: what scores are multiplied by.
-        qkv_bias, out_bias: biases of the projections.
-        norm_eps: of the norms of every query and key head; None without such norms.
         window: keys that a query sees, its own included; None for all before it.
         dropout: probability with which attention probabilities are dropped.
-        copies: tensor ranks that hold the same key/value heads; each computes the part of their gradient that
-            its own query heads make.
     """
 
     kind: ClassVar[str] = "attention"
 
-    layer: LayerTraits
     heads: int
-    kv_heads: int
-    width: int
-    rotary_width: int
     scale: float
-    qkv_bias: bool
-    out_bias: bool
-    norm_eps: float | None
     window: int | None
     dropout: float
-    copies: int = 1
 
     @property
-    def name(self) -> str:
-        """The module's name, from the stage's root."""
-        return f"{self.layer.prefix}attention"
+    @abstractmethod
+    def head_width(self) -> int:
+        """Width of a head as attention computes it, the same of queries, keys and values."""
 
     @property
-    def qkv(self) -> LinearSpec:
-        """The fused projections of queries, keys and values."""
-        queries, keys = self.heads * self.width, self.kv_heads * self.width
-        outputs = {f"{self.name}.q": queries, f"{self.name}.k": keys, f"{self.name}.v": keys}
-        copied = frozenset([*outputs][1:] if self.copies > 1 else ())
-        linear = self.layer.projection(f"{self.name}.qkv", outputs, self.qkv_bias)
-        return replace(linear, copied=copied, copies=self.copies)
-
-    @property
+    @abstractmethod
     def out(self) -> LinearSpec:
         """The projection back into the residual stream."""
-        return self.layer.projection_back(f"{self.name}.out", self.heads * self.width, self.out_bias)
 
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """The linear layers in the order of the forward pass."""
-        return self.qkv, self.out
+    def _core_products(self, run: Execution, width: int, value: int) -> list[Product]:
+        """Those of scores, over ``width`` elements, and of weighted values of ``value`` elements.
 
-    @property
-    def head_norms(self) -> tuple[NormSpec, ...]:
-        """The norms of query heads and of key heads; every tensor rank normalises its own heads."""
-        if self.norm_eps is None:
-            return ()
-        names = (f"{self.name}.q_norm", f"{self.name}.k_norm")
-        sizes = self.width, self.norm_eps, True, self.layer.unit, self.layer.frozen
-        return tuple(NormSpec(name, "rms", *sizes) for name in names)
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The parameters in the order of the module."""
-        norms = (parameter for norm in self.head_norms for parameter in norm.parameters)
-        return (*self.qkv.parameters, *self.out.parameters, *norms)
-
-    def products(self, run: Execution) -> list[Product]:
-        """The projections', and those of the attention itself.
-
-        Documents and sliding windows leave a part of the latter, and a causal mask halves them: two in the
-        forward pass, scores and weighted values; five in the backward pass, which computes the scores again
+        Documents and sliding windows leave a part of them, and a causal mask halves them: two in the forward
+        pass, scores and weighted values; five in the backward pass, which computes the scores again
         (FlashAttention-2, arXiv 2307.08691). Windows are counted as in documents of equal lengths.
         """
-        length, width = run.length, self.width
+        length = run.length
         seen, span = run.attended, run.attended * run.length
         if self.window is not None and self.window < span:
             seen *= 1 - (1 - self.window / span) ** 2
         count = seen * run.sequences * self.heads / run.tensor / run.context / 2
-        forward = Product("F", length, length, width, 2 * count)
-        backward = Product("B", length, length, width, 4 * count)
         again = Product("B", length, length, width, count, again=True)
-        return [*self.qkv.products(run), forward, backward, again, *self.out.products(run)]
-
-    def cached(self, tensor: int) -> int:
-        """A key and a value of each of a rank's key/value heads."""
-        return 2 * (self.kv_heads * self.copies // tensor) * self.width
-
-    def cached_heads(self, tensor: int) -> int:
-        """A value's."""
-        return self.kv_heads * self.copies // tensor
-
-    def cached_flops(self, length: int, tensor: int) -> int:
-        """Scores and weighted values, of the keys in the window."""
-        seen = length if self.window is None else min(length, self.window)
-        return 4 * (self.heads // tensor) * self.width * seen
+        if width == value:
+            forward, backward = (Product(action, length, length, width, n * count) for action, n in _EACH)
+            return [forward, backward, again]
+        wide = [Product(action, length, length, width, n / 2 * count) for action, n in _EACH]
+        return [*wide, *(Product(action, length, value, length, n / 2 * count) for action, n in _EACH), again]
 
     def pair_bytes(self, run: Execution) -> int:
         """Bytes of a token's keys and values, as a ring sends them."""
@@ -125,29 +73,15 @@ class AttentionSpec(BranchSpec):
         q, k, _ = self._sizes(run)
         return q + 2 * k * self._repeated(run), q
 
+    @property
+    @abstractmethod
+    def kv_heads_held(self) -> int:
+        """Key/value heads of all tensor ranks, those that several ranks hold counted for each."""
+
     def _repeated(self, run: Execution) -> int:
         """Ranks that get the same keys and values where heads are exchanged for tokens."""
-        heads = self.kv_heads * self.copies // run.tensor
+        heads = self.kv_heads_held // run.tensor
         return heads_of(heads, run.ulysses) * run.ulysses // heads
-
-    def kept(self, run: Execution, selective: bool) -> int:
-        """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
-        head's log-sum-exp; in exact arithmetic nothing of which the usual attention makes its backward pass,
-        which computes that again."""
-        q, k, statistic = self._sizes(run)
-        kept = q + 2 * k + self._output_kept(run)
-        if not self._exactly(run):
-            kept += self._core_kept(run)
-            if self._expanded(run) and self._computed and not selective and self.norm_eps is None:
-                kept -= q + 2 * k  # nothing needs the projections' output
-        if self.norm_eps is not None and not run.exact:
-            kept += statistic * (self.heads + self.kv_heads * self.copies)
-        kept += sum(linear.kept(run) for linear in self.linears)
-        if run.ulysses > 1:
-            # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
-            kept += (0 if self._exactly(run) else q) + 2 * k * (self._repeated(run) - 1)
-            return kept + (q + 2 * k if self.norm_eps is not None else 0)
-        return kept + (q + k if self._computed and not selective else 0)
 
     def _exactly(self, run: Execution) -> bool:
         """Whether attention itself is exact: with dropout it is the usual one."""
@@ -170,14 +104,12 @@ class AttentionSpec(BranchSpec):
                 kept += q + (q + 4 * k) * middle // run.length
         return kept
 
-    def forward(self, run: Execution, selective: bool) -> int:
-        """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
-
-    def repeated(self, run: Execution, selective: bool) -> int:
-        """As :meth:`forward`, where the last product is left out; the output is not there yet."""
+    def _core_forward(self, run: Execution) -> int:
+        """Bytes that exact attention needs beside its operands; the output is not there yet."""
+        if not self._exactly(run):
+            return 0
         q, k, _ = self._sizes(run)
-        pairs, heads = 2 * k * self._repeated(run), self.kv_heads * self.copies // run.tensor
+        pairs, heads = 2 * k * self._repeated(run), self.kv_heads_held // run.tensor
         groups = heads_of(heads, run.ulysses)
         # Keys and values rounded, of all ranks: as they arrive and in order; a sequence's in float64.
         here = pairs * run.ring
@@ -185,44 +117,9 @@ class AttentionSpec(BranchSpec):
         sharing = self.heads // run.tensor // run.ulysses // groups
         scores = scores_bytes(sharing, groups, run.length // run.ring, run.length, run.byte, run.cpu)
         several = run.sequences > 1 or run.isolate or run.ring > 1  # whose outputs are joined
-        core = max(
+        return max(
             here + wide + scores, here + q if several else 0, pairs + 2 * here - q if run.ring > 1 else 0
         )
-        core = core if self._exactly(run) else 0
-        rotated = q + k if self._computed else 0
-        rotation = run.function((q + k) // run.byte) - q
-        if selective:
-            return max(self.qkv.exact(run) - q, rotated + max(rotation, core))
-        return max(self.qkv.exact(run) - q - rotated, rotation, core)
-
-    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
-        """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
-        q, k, statistic = self._sizes(run)
-        gathered = run.gathered(self.layer.hidden)
-        rotated = q + k if self._computed else 0
-        deferred = split and not self.out.set_aside(run, split)
-        product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
-        out = gathered + max(self.out.eight_bits(run), q + product)
-        moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
-        # Recomputed queries and keys; the gradients of all three.
-        operands = deferred and self.out.trained
-        live = q + (gathered if operands else 0) + (rotated if selective else 0)
-        core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
-        if run.context > 1 or self.dropout:
-            core = live + self._core_backward(run)
-        if self._exactly(run):  # computed again, when the projection after it has given up the output
-            core += self._core_kept(run) + (0 if self.out.trained and not operands else q)
-        else:
-            live -= statistic * self.heads
-        live -= q + (0 if operands else self._output_kept(run))
-        rotation = live + (q + 2 * k) + (q + k)
-        live -= rotated
-        joined = live + 2 * (q + 2 * k)
-        if run.exact and self.norm_eps is not None:
-            joined += q + statistic * self.heads
-        projection = self.qkv.backward(run, selective, split).above(live)
-        most = max(core, rotation, joined, projection.needed)
-        return [*moments, projection._replace(needed=most)]
 
     def _core_backward(self, run: Execution) -> int:
         """Bytes that the backward pass of attention over context ranks, or in tiles, needs, its results
@@ -277,16 +174,177 @@ class AttentionSpec(BranchSpec):
         """Keys and values are repeated for the query heads that share them: GPUs have no kernel with groups
         for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`). Attention with dropout
         and that over a ring use none of these kernels."""
-        grouped = self.heads != self.kv_heads * self.copies
+        grouped = self.heads != self.kv_heads_held
         return grouped and not run.cpu and run.byte != 2 and self.dropout == 0 and run.ring == 1
+
+    def _sizes(self, run: Execution) -> tuple[int, int, int]:
+        """Bytes of this rank's queries, of its keys, and of one statistic per token and global head."""
+        q = run.whole(self.heads // run.tensor * self.head_width)
+        k = run.whole(self.kv_heads_held // run.tensor * self.head_width)
+        return q, k, run.tokens * run.wide // run.tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec(AttentionCoreSpec):
+    """Causal self-attention with grouped key/value heads.
+
+    Attributes:
+        layer: what it has in common with the layer's other branches.
+        heads, kv_heads: query heads, and key/value heads.
+        width: of a head.
+        rotary_width: leading elements of a query or key head that are rotated; 0 without rotary positions.
+        scale: what scores are multiplied by.
+        qkv_bias, out_bias: biases of the projections.
+        norm_eps: of the norms of every query and key head; None without such norms.
+        window: keys that a query sees, its own included; None for all before it.
+        dropout: probability with which attention probabilities are dropped.
+        copies: tensor ranks that hold the same key/value heads; each computes the part of their gradient that
+            its own query heads make.
+    """
+
+    layer: LayerTraits
+    heads: int
+    kv_heads: int
+    width: int
+    rotary_width: int
+    scale: float
+    qkv_bias: bool
+    out_bias: bool
+    norm_eps: float | None
+    window: int | None
+    dropout: float
+    copies: int = 1
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.width
+
+    @property
+    def kv_heads_held(self) -> int:
+        """Key/value heads of all tensor ranks."""
+        return self.kv_heads * self.copies
+
+    @property
+    def name(self) -> str:
+        """The module's name, from the stage's root."""
+        return f"{self.layer.prefix}attention"
+
+    @property
+    def qkv(self) -> LinearSpec:
+        """The fused projections of queries, keys and values."""
+        queries, keys = self.heads * self.width, self.kv_heads * self.width
+        outputs = {f"{self.name}.q": queries, f"{self.name}.k": keys, f"{self.name}.v": keys}
+        copied = frozenset([*outputs][1:] if self.copies > 1 else ())
+        linear = self.layer.projection(f"{self.name}.qkv", outputs, self.qkv_bias)
+        return replace(linear, copied=copied, copies=self.copies)
+
+    @property
+    def out(self) -> LinearSpec:
+        """The projection back into the residual stream."""
+        return self.layer.projection_back(f"{self.name}.out", self.heads * self.width, self.out_bias)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The linear layers in the order of the forward pass."""
+        return self.qkv, self.out
+
+    @property
+    def head_norms(self) -> tuple[NormSpec, ...]:
+        """The norms of query heads and of key heads; every tensor rank normalises its own heads."""
+        if self.norm_eps is None:
+            return ()
+        names = (f"{self.name}.q_norm", f"{self.name}.k_norm")
+        sizes = self.width, self.norm_eps, True, self.layer.unit, self.layer.frozen
+        return tuple(NormSpec(name, "rms", *sizes) for name in names)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters in the order of the module."""
+        norms = (parameter for norm in self.head_norms for parameter in norm.parameters)
+        return (*self.qkv.parameters, *self.out.parameters, *norms)
+
+    def products(self, run: Execution) -> list[Product]:
+        """The projections', and those of the attention itself."""
+        core = self._core_products(run, self.width, self.width)
+        return [*self.qkv.products(run), *core, *self.out.products(run)]
+
+    def cached(self, tensor: int) -> int:
+        """A key and a value of each of a rank's key/value heads."""
+        return 2 * (self.kv_heads_held // tensor) * self.width
+
+    def cached_heads(self, tensor: int) -> int:
+        """A value's."""
+        return self.kv_heads_held // tensor
+
+    def cached_flops(self, length: int, tensor: int) -> int:
+        """Scores and weighted values, of the keys in the window."""
+        seen = length if self.window is None else min(length, self.window)
+        return 4 * (self.heads // tensor) * self.width * seen
+
+    def kept(self, run: Execution, selective: bool) -> int:
+        """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
+        head's log-sum-exp; in exact arithmetic nothing of which the usual attention makes its backward pass,
+        which computes that again."""
+        q, k, statistic = self._sizes(run)
+        kept = q + 2 * k + self._output_kept(run)
+        if not self._exactly(run):
+            kept += self._core_kept(run)
+            if self._expanded(run) and self._computed and not selective and self.norm_eps is None:
+                kept -= q + 2 * k  # nothing needs the projections' output
+        if self.norm_eps is not None and not run.exact:
+            kept += statistic * (self.heads + self.kv_heads_held)
+        kept += sum(linear.kept(run) for linear in self.linears)
+        if run.ulysses > 1:
+            # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
+            kept += (0 if self._exactly(run) else q) + 2 * k * (self._repeated(run) - 1)
+            return kept + (q + 2 * k if self.norm_eps is not None else 0)
+        return kept + (q + k if self._computed and not selective else 0)
+
+    def forward(self, run: Execution, selective: bool) -> int:
+        """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
+        return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
+
+    def repeated(self, run: Execution, selective: bool) -> int:
+        """As :meth:`forward`, where the last product is left out; the output is not there yet."""
+        q, k, _ = self._sizes(run)
+        core = self._core_forward(run)
+        rotated = q + k if self._computed else 0
+        rotation = run.function((q + k) // run.byte) - q
+        if selective:
+            return max(self.qkv.exact(run) - q, rotated + max(rotation, core))
+        return max(self.qkv.exact(run) - q - rotated, rotation, core)
+
+    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+        """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
+        q, k, statistic = self._sizes(run)
+        gathered = run.gathered(self.layer.hidden)
+        rotated = q + k if self._computed else 0
+        deferred = split and not self.out.set_aside(run, split)
+        product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
+        out = gathered + max(self.out.eight_bits(run), q + product)
+        moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
+        # Recomputed queries and keys; the gradients of all three.
+        operands = deferred and self.out.trained
+        live = q + (gathered if operands else 0) + (rotated if selective else 0)
+        core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
+        if run.context > 1 or self.dropout:
+            core = live + self._core_backward(run)
+        if self._exactly(run):  # computed again, when the projection after it has given up the output
+            core += self._core_kept(run) + (0 if self.out.trained and not operands else q)
+        else:
+            live -= statistic * self.heads
+        live -= q + (0 if operands else self._output_kept(run))
+        rotation = live + (q + 2 * k) + (q + k)
+        live -= rotated
+        joined = live + 2 * (q + 2 * k)
+        if run.exact and self.norm_eps is not None:
+            joined += q + statistic * self.heads
+        projection = self.qkv.backward(run, selective, split).above(live)
+        most = max(core, rotation, joined, projection.needed)
+        return [*moments, projection._replace(needed=most)]
 
     @property
     def _computed(self) -> bool:
         """Queries and keys are computed from the projections' output, not views of it."""
         return self.rotary_width > 0 or self.norm_eps is not None
-
-    def _sizes(self, run: Execution) -> tuple[int, int, int]:
-        """Bytes of this rank's queries, of its keys, and of one statistic per token and global head."""
-        q = run.whole(self.heads // run.tensor * self.width)
-        k = run.whole(self.kv_heads * self.copies // run.tensor * self.width)
-        return q, k, run.tokens * run.wide // run.tensor

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, ConfigError, blaming, parse_config, read_tree
+from hexad.config import Config, ConfigError, blaming, parse_config, read_tree, shown
 from hexad.config.hub import local, local_tokenizer
 from hexad.config.model import ModelSettings
 
-from .families import family, preset
+from .families import families, family, preset
 from .pretrained import with_source
 
 
@@ -82,11 +82,12 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
     if model.load is not None:
         given = with_source(model.load, given)
     model = ModelSettings.model_validate(given)
-    if model.head_dim == "auto" and model.hidden % model.heads:
+    if model.head_dim == "auto" and model.mla is None and model.hidden % model.heads:
         raise ConfigError(
             "model.hidden",
             f"{model.hidden} is not divisible by model.heads {model.heads}; change one or set model.head_dim",
         )
+    _check_latent(model)
     defaults = family(model.family).defaults(model)
     if sequence is not None:
         scaling = model.rope_scaling  # a model is made for what its frequencies are scaled for
@@ -100,6 +101,40 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
         experts = model.moe.model_copy(update={"ffn_hidden": int(model.ffn_hidden)})
         return model.model_copy(update={"moe": experts})
     return model
+
+
+def _check_latent(model: ModelSettings) -> None:
+    """Refuse latent attention in a family that has none, its absence in one that has it, and settings that
+    contradict it."""
+    name, mla = model.family, model.mla
+    if mla is None:
+        if family(name).latent:
+            ranks = "{q_rank, kv_rank, nope_dim, rope_dim, value_dim}"
+            raise ConfigError("model.mla", f"found null, but {name} has latent attention; set {ranks}")
+        return
+    if not family(name).latent:
+        having = [other for other in families() if family(other).latent]
+        raise ConfigError(
+            "model.mla",
+            f"found {shown(mla.model_dump())}, but {name} has no latent attention; remove it, or use "
+            f"model.family {' or '.join(having)}",
+        )
+    if mla.rope_dim % 2:
+        raise ConfigError(
+            "model.mla.rope_dim", f"found {mla.rope_dim}, expected an even number (rotary pairs)"
+        )
+    follows = {
+        "kv_heads": (model.heads, "every head has its own keys and values: model.heads"),
+        "head_dim": (mla.head_dim, "nope_dim + rope_dim of model.mla"),
+        "qkv_bias": (False, "its projections have no biases"),
+        "out_bias": (False, "its projections have no biases"),
+        "qk_norm": (False, "it has norms of the latent vectors"),
+        "rotary_fraction": (1.0, "model.mla.rope_dim is what is rotated"),
+    }
+    for field, (value, why) in follows.items():
+        if (found := getattr(model, field)) not in ("auto", value):
+            problem = f"found {found}, expected {value} with model.mla ({why}); remove it"
+            raise ConfigError(f"model.{field}", problem)
 
 
 def _check_used(given: ModelSettings, model: ModelSettings) -> None:

@@ -53,6 +53,8 @@ class Site(IntEnum):
     ADAPTED_OUT = 5
     ADAPTED_INNER = 6
     ADAPTED_DOWN = 7
+    ADAPTED_Q = 8
+    ADAPTED_KV = 9
 
 
 def _words(*values: object) -> tuple[int, int]:

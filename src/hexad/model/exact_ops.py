@@ -149,20 +149,35 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, x[..., width:]), dim=-1)
 
 
+def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return ops._turned_pairs(x.float(), cos.float(), sin.float()).to(x.dtype)
+
+
+Rotation = Callable[..., Tensor]
+
+
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool, rotated: Rotation, usual: Rotation
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.compiled = compiled
-        return exact.by_rows(_rotated, x, cos, sin)
+        ctx.compiled, ctx.usual = compiled, usual
+        return exact.by_rows(rotated, x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return ops.rotate(gradient, cos, -sin, ctx.compiled), None, None, None
+        return ctx.usual(gradient, cos, -sin, ctx.compiled), None, None, None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.rotate`."""
-    result: Tensor = applied(_Rotate, x, cos, sin, compiled)
+    result: Tensor = applied(_Rotate, x, cos, sin, compiled, _rotated, ops.rotate)
+    return result
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
+    """As :func:`hexad.model.ops.rotate_pairs`."""
+    result: Tensor = applied(_Rotate, x, cos, sin, compiled, _rotated_pairs, ops.rotate_pairs)
     return result

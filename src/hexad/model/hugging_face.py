@@ -103,7 +103,7 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not settings.get("init_std", 1.0):
         del settings["init_std"]
     hidden, heads = settings["hidden"], settings["heads"]
-    if keys.raw.get(kind.keys.get("head_dim", "")) is None and hidden % heads:
+    if not kind.latent and keys.raw.get(kind.keys.get("head_dim", "")) is None and hidden % heads:
         raise keys.problem(kind.keys["hidden"], f"not divisible by {kind.keys['heads']} {heads}")
     follow = {"kv_heads": heads, "head_dim": hidden // heads, "ffn_hidden": 4 * hidden}
     for name, absent in follow.items():
@@ -128,7 +128,8 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
 
 
 def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
-    for key, values in {**_ONLY, **kind.also}.items():
+    only = {key: values for key, values in _ONLY.items() if key not in kind.unused}
+    for key, values in {**only, **kind.also}.items():
         value = keys.raw.get(key)
         if key not in (*kind.keys.values(), *kind.biases) and value is not None and value not in values:
             choices = ", ".join(map(json.dumps, values)) or "null"
@@ -230,13 +231,15 @@ def architecture(model: ModelSettings) -> Family:
 
 
 def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
-    same = (kind.norm, kind.rotary, kind.gated) == (own.norm, own.rotary, own.gated)
+    same = all(getattr(kind, name) == getattr(own, name) for name in ("norm", "rotary", "gated", "latent"))
     if not same or model.qk_norm != kind.qk_norm or not _has_biases(model, kind):
         return False
     if kind.whole_heads and model.hidden % model.heads:
         return False  # refused by its config class, though its layers could
     assumed: dict[str, Any] = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads}
     assumed["attention_multiplier"] = kind.defaults(model)["attention_multiplier"]
+    if kind.latent:  # both of which it writes
+        assumed |= {name: getattr(model, name) for name in ("head_dim", "attention_multiplier")}
     plain = ModelSettings()
     assumed |= {name: getattr(plain, name) for name in OPTIONS}
     return all(getattr(model, name) == value for name, value in assumed.items() if name not in kind.keys)

@@ -15,11 +15,12 @@ from hexad.config.model import ModelSettings
 from hexad.parallel.inventory import Execution, Kept, Parameter, Product, Weight
 from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSpec, HeadSpec
 
-from .attention_inventory import AttentionSpec
+from .attention_inventory import AttentionCoreSpec, AttentionSpec
 from .block_inventory import BlockSpec, BranchSpec, LayerTraits, Recomputed
 from .experts_inventory import ExpertsSpec
 from .families import family
 from .feedforward_inventory import FeedForwardSpec
+from .latent_attention_inventory import LatentAttentionSpec
 from .norms_inventory import NormSpec
 from .trained import Trained
 
@@ -322,12 +323,21 @@ class ModelInventory:
         )
 
     @property
-    def attention(self) -> AttentionSpec:
+    def attention(self) -> AttentionCoreSpec:
         """The attention of a layer of which everything is trained."""
         return self._attention(self._traits("", "", frozenset(), frozenset()))
 
-    def _attention(self, layer: LayerTraits) -> AttentionSpec:
+    def _attention(self, layer: LayerTraits) -> AttentionCoreSpec:
         model, kind = self.settings, family(self.settings.family)
+        if model.mla is not None:
+            return LatentAttentionSpec(
+                layer,
+                heads=model.heads,
+                mla=model.mla,
+                scale=float(model.attention_multiplier),
+                window=model.sliding_window,
+                dropout=model.attention_dropout,
+            )
         return AttentionSpec(
             layer,
             heads=model.heads,

@@ -6,7 +6,8 @@ where eager PyTorch makes a pass over memory per arithmetic operation, they are 
 a GPU without compilation, PyTorch's own functions serve.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,6 +187,31 @@ def gelu(x: Tensor) -> Tensor:
 # Rotary positions
 
 
+def _pairs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of what :func:`rotate_pairs` leaves alone, and of the first and second elements of its pairs."""
+    return x[..., :-width], x[..., -width::2], x[..., 1 - width :: 2]
+
+
+def _turned_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`rotate_pairs` by plain autograd."""
+    rest, first, second = _pairs(x, 2 * cos.shape[-1])
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rest, turned.flatten(-2)), dim=-1)
+
+
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _turned_pairs(x, cos, sin * direction)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (rest, first, second), (out_rest, out_first, out_second) = (
+        _pairs(part, 2 * cos.shape[-1]) for part in (x, out)
+    )
+    out_rest.copy_(rest)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
+    return out
+
+
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """:func:`rotate` by plain autograd."""
     width = 2 * cos.shape[-1]
@@ -209,15 +235,17 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool, turn: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.compiled = compiled
-        return maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
+        ctx.turn = maybe_compiled(turn, compiled)
+        return ctx.turn(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return maybe_compiled(_turn, ctx.compiled)(gradient, cos, sin, -1.0), None, None, None
+        return ctx.turn(gradient, cos, sin, -1.0), None, None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
@@ -229,5 +257,78 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tenso
         compiled: see :mod:`hexad.parallel.pointwise`.
     """
     if by_hand(x, compiled):
-        return applied(_Rotate, x, cos, sin, compiled)
+        return applied(_Rotate, x, cos, sin, compiled, _turn)
     return _turned(x, cos, sin)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
+    """As :func:`rotate`, of the last ``rotary width`` elements, pairing neighbours."""
+    if by_hand(x, compiled):
+        return applied(_Rotate, x, cos, sin, compiled, _turn_pairs)
+    return _turned_pairs(x, cos, sin)
+
+
+# Keys and values of latent attention
+
+
+class Widths(NamedTuple):
+    """Elements of a head in latent attention.
+
+    Attributes:
+        nope, rope: of its query and key: without positions, and rotated.
+        value: of its value.
+        padded: of all three as attention computes them, whose kernels take one width: the rest are zeros.
+    """
+
+    nope: int
+    rope: int
+    value: int
+    padded: int
+
+
+def _assemble(kv: Tensor, key: Tensor, widths: Widths) -> Tensor:
+    heads, (nope, rope, value, padded) = kv.shape[1], widths
+    out = kv.new_empty((len(kv), 2 * heads, padded))
+    keys, values = out.split(heads, dim=1)
+    keys[..., :nope], values[..., :value] = kv[..., :nope], kv[..., nope:]
+    keys[..., nope : nope + rope] = key
+    for part, end in ((keys, nope + rope), (values, value)):
+        if end < padded:
+            part[..., end:] = 0
+    return out
+
+
+def _disassemble(gradient: Tensor, widths: Widths) -> tuple[Tensor, Tensor]:
+    """``[tokens, 2 * heads, padded]`` -> the gradients of :func:`keys_and_values`' ``kv`` and ``key``."""
+    heads, (nope, rope, value, _) = gradient.shape[1] // 2, widths
+    keys, values = gradient.split(heads, dim=1)
+    kv = torch.cat((keys[..., :nope], values[..., :value]), dim=-1)
+    return kv, keys[..., nope : nope + rope].sum(1, keepdim=True)
+
+
+class _KeysAndValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, key: Tensor, widths: Widths) -> Tensor:
+        ctx.widths = widths
+        return _assemble(kv, key, widths)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *_disassemble(gradient, ctx.widths), None
+
+
+@recomputable
+def keys_and_values(kv: Tensor, key: Tensor, widths: Widths) -> Tensor:
+    """The keys of all heads, then their values: ``[tokens, 2 * heads, padded width]``.
+
+    Args:
+        kv: ``[tokens, heads, nope + value]``.
+        key: ``[tokens, 1, rope]``, rotated: the part that all heads' keys have in common.
+        widths: of a head.
+    """
+    if not torch.compiler.is_compiling():
+        return applied(_KeysAndValues, kv, key, widths)
+    nope, rope, value, padded = widths
+    keys = torch.cat((kv[..., :nope], key.expand(-1, kv.shape[1], -1)), dim=-1)
+    parts = (keys, padded - nope - rope), (kv[..., nope:], padded - value)
+    return torch.cat([F.pad(part, (0, missing)) for part, missing in parts], dim=1)

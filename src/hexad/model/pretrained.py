@@ -58,6 +58,7 @@ def _complete(given: Mapping[str, Any]) -> bool:
     older than such a setting lack it."""
     kind = family(given.get("family", ModelSettings().family))
     same = {*OPTIONS, "attention_multiplier", "out_bias", "mlp_bias"} - set(kind.keys)
+    same |= set() if kind.latent else {"mla"}
     free = {*FREE, *_unused(kind.name), *_movable(kind.name), *same}
     return set(ModelSettings.model_fields) - free <= set(given)
 

@@ -29,6 +29,8 @@ from .experts_inventory import ExpertsSpec
 from .feedforward import FeedForward
 from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
+from .latent_attention import LatentAttention
+from .latent_attention_inventory import LatentAttentionSpec
 from .norms import Norm
 from .positions import Geometry, KeyValueCache, Rotary
 from .recompute import Last, Recompute
@@ -60,6 +62,7 @@ class Branch(Protocol):
 
 BRANCHES: dict[type[BranchSpec], Callable[[Any, Shard, int], nn.Module]] = {
     AttentionSpec: Attention,
+    LatentAttentionSpec: LatentAttention,
     FeedForwardSpec: FeedForward,
     ExpertsSpec: MixtureOfExperts,
 }

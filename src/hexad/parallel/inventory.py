@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from operator import add
 from typing import Literal, NamedTuple
@@ -327,6 +327,14 @@ class Execution:
     def tokens(self) -> int:
         """Tokens of a microbatch on a rank."""
         return self.sequences * self.length // self.context
+
+    @property
+    def replicated(self) -> Execution:
+        """How a rank computes what every tensor rank holds: of its own rows of the residual stream."""
+        if self.tensor == 1:
+            return self
+        context = self.context * (self.tensor if self.sequence else 1)
+        return replace(self, tensor=1, sequence=False, context=context)
 
     @property
     def ring(self) -> int:

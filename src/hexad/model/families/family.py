@@ -90,6 +90,7 @@ class Family:
             ``mlp_bias``, ``qk_norm`` and ``tied_embeddings``.
         biases: key of ``config.json`` -> the settings of biases that it switches.
         grouped: ``model.kv_heads`` is 4 by default, where that divides the heads; otherwise all heads.
+        latent: multi-head latent attention (``model.mla``), whose rotary pairs are neighbours.
         whole_heads: its class of ``transformers`` requires ``hidden`` to be a multiple of ``heads``.
         presets: published models by name: values of :class:`ModelSettings`, each with the checkpoint whose
             ``config.json`` it was taken from.
@@ -109,6 +110,7 @@ class Family:
         fixed: keys and the values with which ``transformers`` computes what we do; written on export, and
             any other value is refused on import.
         also: further values of ``fixed`` keys that mean the same.
+        unused: keys that mean nothing with the values of the others.
         read: settings from what else its ``config.json`` has; refuses what is not supported.
         write: keys of ``config.json`` from further settings.
     """
@@ -127,6 +129,7 @@ class Family:
     qk_norm: bool = False
     tied: bool = False
     grouped: bool = True
+    latent: bool = False
     whole_heads: bool = False
     presets: Mapping[str, Shape] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
@@ -140,6 +143,7 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention",)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
     read: Callable[[ConfigFile], dict[str, Any]] = lambda keys: {}
     write: Callable[[ModelSettings], dict[str, Any]] = lambda model: {}
 
@@ -161,14 +165,15 @@ class Family:
     def defaults(self, model: ModelSettings) -> dict[str, Any]:
         """What ``auto`` means for the settings that follow from others."""
         heads, hidden = model.heads, model.hidden
+        width = hidden // heads if model.mla is None else model.mla.head_dim
         return {
-            "kv_heads": 4 if self.grouped and heads % 4 == 0 else heads,
-            "head_dim": hidden // heads,
+            "kv_heads": 4 if self.grouped and model.mla is None and heads % 4 == 0 else heads,
+            "head_dim": width,
             "ffn_hidden": -(-8 * hidden // (3 * 64)) * 64 if self.gated else 4 * hidden,
             "tied_embeddings": self.tied,
             "qkv_bias": self.qkv_bias,
             "out_bias": self.out_bias,
             "mlp_bias": self.mlp_bias,
             "qk_norm": self.qk_norm,
-            "attention_multiplier": 1 / sqrt(hidden // heads if model.head_dim == "auto" else model.head_dim),
+            "attention_multiplier": 1 / sqrt(width if model.head_dim == "auto" else model.head_dim),
         }

@@ -6,7 +6,7 @@ scatters act on dim 0 and move contiguous memory.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -334,7 +334,8 @@ class _ColumnLinear(torch.autograd.Function):
             results += [_weight_gradient(weight, part, x, ctx.shard, gather), bias_gradient(bias, part)]
         if adapters is not None:
             results += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
-        if reducing is not None and not sequence:  # else the next gather has nothing else beside it
+        # In sequence parallel the next gather has nothing else beside it.
+        if reducing is not None and not sequence and axis.size > 1:
             meanwhile(trained)
         return (None if reducing is None else reducing.wait()), None, None, *results
 
@@ -460,15 +461,31 @@ class ColumnParallelLinear(AdaptedLinear):
         if not inventory.bias:
             self.bias = self.copied_bias = None
 
+    @property
+    def applied_over(self) -> Shard:
+        """The shard over whose tensor ranks the outputs are divided."""
+        return self.shard
+
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``; ``drop``
         drops elements of the adapters' input, of all tokens."""
-        adapters = self.adapters(drop)
-        if not self.copied and _plain(self.shard):
-            return _plain_linear(x, self.weight, self.bias, self.shard, adapters)
+        adapters, shard = self.adapters(drop), self.applied_over
+        if not self.copied and _plain(shard):
+            return _plain_linear(x, self.weight, self.bias, shard, adapters)
         copied = (self.copied_weight, self.copied_bias) if self.copied else ()
         tensors = self.weight, self.bias, *copied, *(() if adapters is None else adapters.tensors)
-        return applied(_ColumnLinear, x, self.shard, adapters, *tensors)
+        return applied(_ColumnLinear, x, shard, adapters, *tensors)
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """Linear layers that share an input and of which every tensor rank holds all, fused into one
+    multiplication of this rank's rows of the residual stream: ``[rows, inputs]`` -> ``[rows, outputs]``."""
+
+    @property
+    def applied_over(self) -> Shard:
+        """A tensor axis of this rank alone."""
+        axes = {name: axis for name, axis in self.shard.axes.items() if name != "tensor"}
+        return replace(self.shard, axes=axes, sequence=False)
 
 
 class RowParallelLinear(AdaptedLinear):

@@ -61,6 +61,7 @@ class AdaptersSpec:
         for name, matrix in self.matrices.items():
             half = replace(matrix, frozen=False, adapter=True)
             divided, partial = ({"tensor": 1}, whole) if self.row else ({}, tensor)
+            partial = partial if matrix.divided else matrix.partial
             a = replace(half, name=f"{name}.lora_a", shape=(rank, self.inputs), std=std)
             first.append(replace(a, divided=divided, partial=partial))
             b = replace(half, name=f"{name}.lora_b", shape=(self.outputs[name], rank), std=0.0)
@@ -108,7 +109,8 @@ def b_name(name: str) -> str:
 @dataclass(frozen=True)
 class LinearSpec:
     """Linear layers that share an input, fused into one product, divided over the tensor axis; where several
-    ranks hold the same shards of some of them, these are fused into a second one.
+    ranks hold the same shards of some of them, these are fused into a second one. A replicated layer is not
+    divided: every tensor rank multiplies its rows of the residual stream.
 
     Attributes:
         name: of the module, from the stage's root.
@@ -125,6 +127,7 @@ class LinearSpec:
         frozen: names of weights, also of other layers, that are not trained.
         lora: the kind of its adapters.
         adapted: names of outputs, also of other layers, that have one.
+        replicated: every tensor rank holds all of it.
     """
 
     name: str
@@ -140,6 +143,11 @@ class LinearSpec:
     frozen: frozenset[str] = frozenset()
     lora: LoraSpec | None = None
     adapted: frozenset[str] = frozenset()
+    replicated: bool = False
+
+    def _execution(self, run: Execution) -> Execution:
+        """How the layer is computed."""
+        return run.replicated if self.replicated else run
 
     @property
     def features(self) -> int:
@@ -158,6 +166,8 @@ class LinearSpec:
         divided = Weight("", (), {"tensor": 1 if self.row else 0}, unit=self.unit)
         # A row-parallel layer's bias is whole on every rank, which in sequence parallel sees its own tokens.
         whole = Weight("", (), partial=frozenset({"tensor"} if self.sequence else ()), unit=self.unit)
+        if self.replicated:
+            return self._fused("", own, whole, whole)
         parameters = self._fused("", own, divided, whole if self.row else divided)
         if not copied:
             return parameters
@@ -214,12 +224,14 @@ class LinearSpec:
 
     def local(self, run: Execution) -> tuple[int, int]:
         """The numbers of (input, output) features on a rank."""
+        run = self._execution(run)
         if self.row:
             return self.inputs // run.tensor, self.features
         return self.inputs, sum(self._widths(run))
 
     def _widths(self, run: Execution) -> tuple[int, ...]:
         """Output features on a rank of each fused weight."""
+        run = self._execution(run)
         if self.row:
             return (self.features,)
         own, copied = (sum(outputs.values()) for outputs in self._own_and_copied)
@@ -227,6 +239,7 @@ class LinearSpec:
 
     def products(self, run: Execution) -> list[Product]:
         """One of each matrix in each action, for frozen ones none in ``W``."""
+        run = self._execution(run)
         inputs, _ = self.local(run)
         products = []
         for outputs in self._widths(run):
@@ -239,6 +252,7 @@ class LinearSpec:
 
     def _width(self, name: str, run: Execution) -> int:
         """Features of one output on a rank."""
+        run = self._execution(run)
         if self.row:
             return self.features
         return self.outputs[name] * (self.copies if name in self.copied else 1) // run.tensor
@@ -247,6 +261,7 @@ class LinearSpec:
         """Bytes of the weight gradient's operands: the input as it was kept, and the output's gradient."""
         if not self.trained:
             return 0
+        run = self._execution(run)
         inputs, outputs = self.local(run)
         kept = run.whole(inputs) if self.row else run.stream(inputs)
         if self.adapters is None:
@@ -272,13 +287,14 @@ class LinearSpec:
 
     def kept(self, run: Execution) -> int:
         """Bytes that adapters keep from forward to backward."""
-        return 0 if self.adapters is None else self.adapters.kept(run)
+        return 0 if self.adapters is None else self.adapters.kept(self._execution(run))
 
     def dropping(self, run: Execution) -> int:
         """Bytes that dropout of adapters' inputs needs for a moment: a tensor as large as the input, and what
         draws the mask."""
         if self.adapters is None or not self.adapters.kind.dropout:
             return 0
+        run = self._execution(run)
         inputs = self.local(run)[0]
         return run.whole(inputs) + run.mask(run.tokens * inputs)
 
@@ -287,6 +303,7 @@ class LinearSpec:
         of both operands, one after the other, each first scaled in 16 bits."""
         if not self._own_trained:
             return 0
+        run = self._execution(run)
         if run.fp8_weight_gradients:
             inputs = self.local(run)[0]
             return max(self._eight_bit_product(run, inputs, outputs) for outputs in self._widths(run))
@@ -303,6 +320,7 @@ class LinearSpec:
         transposed."""
         if not run.fp8:
             return 0
+        run = self._execution(run)
         inputs, most, before = self.local(run)[0], 0, 0
         for outputs in self._widths(run):
             gradient, weight, result = run.whole(outputs) // 2, inputs * outputs, run.whole(inputs)
@@ -317,6 +335,7 @@ class LinearSpec:
         """Bytes that exact arithmetic needs beside the layer's input, as it was given, and its result."""
         if not run.exact:
             return 0
+        run = self._execution(run)
         inputs, widths = self.local(run)[0], self._widths(run)
         product = max(product_bytes(run.tokens, inputs, outputs, run.byte, run.cpu) for outputs in widths)
         if not self.row:
@@ -348,6 +367,7 @@ class LinearSpec:
     def backward(self, run: Execution, selective: bool, split: bool) -> Moment:
         """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and
         the input's gradient with the parts of other ranks that are added to it."""
+        run = self._execution(run)
         stream, whole, gathered = run.stream(self.inputs), run.whole(self.inputs), run.gathered(self.inputs)
         before = (stream if selective else 0) + (0 if split else gathered) if self.trained else 0
         summed = stream if gathered else 0

@@ -93,6 +93,12 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
     return mapped(x, axis, total, identity)
 
 
+def gathered_first(x: Tensor, axis: Axis) -> Tensor:
+    """``[tokens / size, ...]`` -> ``[tokens, ...]``, for a computation of which each rank does a part:
+    gradients are summed and scattered."""
+    return mapped(x, axis, gather_first, scatter_sum_first)
+
+
 def split_last(x: Tensor, axis: Axis) -> Tensor:
     """``[..., h]`` -> this rank's ``[..., h / size]``; gradients are gathered."""
     return mapped(x, axis, slice_last, gather_last)

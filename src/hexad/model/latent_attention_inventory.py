@@ -1,0 +1,247 @@
+"""What multi-head latent attention holds, multiplies, keeps, needs and sends. No torch."""
+
+from dataclasses import dataclass, replace
+
+from hexad.config.model import MlaSettings
+from hexad.parallel.inventory import Execution, Moment, Parameter, Product
+from hexad.parallel.tensor.linear_inventory import LinearSpec
+
+from .attention_inventory import AttentionCoreSpec
+from .block_inventory import LayerTraits
+from .norms_inventory import NormSpec
+
+NORM_EPS = 1e-6
+"""Of the norms of latent vectors, whatever ``model.norm_eps`` is: as published."""
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec(AttentionCoreSpec):
+    """Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1).
+
+    What makes latent vectors is whole on every tensor rank, which multiplies its rows of the residual stream;
+    what makes heads of them is divided over the tensor axis.
+
+    Attributes:
+        layer: what it has in common with the layer's other branches.
+        heads: of queries, and as many of keys and values.
+        mla: the widths of latent vectors and heads.
+        scale: what scores are multiplied by.
+        window: keys that a query sees, its own included; None for all before it.
+        dropout: probability with which attention probabilities are dropped.
+    """
+
+    layer: LayerTraits
+    heads: int
+    mla: MlaSettings
+    scale: float
+    window: int | None
+    dropout: float
+
+    @property
+    def name(self) -> str:
+        """The module's name, from the stage's root."""
+        return f"{self.layer.prefix}attention"
+
+    @property
+    def head_width(self) -> int:
+        """Of a head as attention computes it, whose kernels take one width: the larger of that of queries and
+        keys and that of values."""
+        return max(self.mla.head_dim, self.mla.value_dim)
+
+    @property
+    def kv_heads_held(self) -> int:
+        """Key/value heads of all tensor ranks."""
+        return self.heads
+
+    @property
+    def latent(self) -> int:
+        """Elements of the vector that is kept of a token in generation: the latent one, and the rotated part
+        of its keys."""
+        return self.mla.kv_rank + self.mla.rope_dim
+
+    @property
+    def down(self) -> LinearSpec:
+        """The fused projections to latent vectors."""
+        outputs = {} if self.mla.q_rank is None else {f"{self.name}.q_down": self.mla.q_rank}
+        outputs[f"{self.name}.kv_down"] = self.latent
+        linear = self.layer.projection(f"{self.name}.down", outputs, False)
+        return replace(linear, replicated=True)
+
+    @property
+    def queries(self) -> LinearSpec:
+        """The projection to query heads: of the latent vector, or of the residual stream."""
+        features, rank = self.heads * self.mla.head_dim, self.mla.q_rank
+        name = f"{self.name}.{'q' if rank is None else 'q_up'}"
+        linear = self.layer.projection(name, {name: features}, False)
+        return linear if rank is None else replace(linear, inputs=rank)
+
+    @property
+    def kv_up(self) -> LinearSpec:
+        """The projection of the latent vector to heads: of each its key, without the rotated part, and its
+        value."""
+        name, features = f"{self.name}.kv_up", self.heads * (self.mla.nope_dim + self.mla.value_dim)
+        return replace(self.layer.projection(name, {name: features}, False), inputs=self.mla.kv_rank)
+
+    @property
+    def out(self) -> LinearSpec:
+        """The projection back into the residual stream."""
+        return self.layer.projection_back(f"{self.name}.out", self.heads * self.mla.value_dim, False)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The linear layers in the order of the forward pass."""
+        return self.down, self.queries, self.kv_up, self.out
+
+    @property
+    def norms(self) -> tuple[NormSpec, ...]:
+        """The norms of the latent vectors: of queries, if these have one, and of keys and values."""
+        widths = {"kv_down": self.mla.kv_rank}
+        if self.mla.q_rank is not None:
+            widths = {"q_down": self.mla.q_rank, **widths}
+        shared = self.layer.sequence, self.layer.unit, self.layer.frozen
+        return tuple(
+            NormSpec(f"{self.name}.{name}_norm", "rms", width, NORM_EPS, *shared)
+            for name, width in widths.items()
+        )
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters in the order of the module."""
+        norms = (parameter for norm in self.norms for parameter in norm.parameters)
+        return (*super().parameters, *norms)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the backward pass needs its input."""
+        return self.down.trained or (self.mla.q_rank is None and self.queries.trained)
+
+    def products(self, run: Execution) -> list[Product]:
+        """The projections', and those of the attention itself, without what fills up heads."""
+        core = self._core_products(run, self.mla.head_dim, self.mla.value_dim)
+        before = [product for linear in self.linears[:-1] for product in linear.products(run)]
+        return [*before, *core, *self.out.products(run)]
+
+    def cached(self, tensor: int) -> int:
+        """The latent vector and the rotated part of the keys, on every tensor rank."""
+        return self.latent
+
+    def cached_flops(self, length: int, tensor: int) -> int:
+        """Scores and weighted values, of the keys in the window: of latent vectors themselves."""
+        seen = length if self.window is None else min(length, self.window)
+        return 2 * (self.heads // tensor) * (self.latent + self.mla.kv_rank) * seen
+
+    def kept(self, run: Execution, selective: bool) -> int:
+        """Bytes, its input left out: latent vectors before and after their norms, rotated queries, keys and
+        values, the output, and each head's log-sum-exp; in exact arithmetic nothing of which the usual
+        attention makes its backward pass."""
+        latents = run.replicated.whole(sum(self.down.outputs.values()))
+        kept = latents + sum(norm.statistics(run, run.rows) for norm in self.norms)
+        kept += sum(linear.kept(run) for linear in self.linears)
+        return kept + sum(self._normed(run, selective)) + self._attention_kept(run, selective)
+
+    def _normed(self, run: Execution, selective: bool) -> tuple[int, int]:
+        """Bytes kept of the normalised latent vectors, of queries and of keys and values."""
+        queries = self.mla.q_rank or 0
+        return (
+            run.stream(queries) if self.queries.trained and not selective else 0,
+            run.stream(self.mla.kv_rank) if self.kv_up.trained and not selective else 0,
+        )
+
+    def _attention_kept(self, run: Execution, selective: bool) -> int:
+        """Bytes that attention keeps, its output in both widths included."""
+        q = self._sizes(run)[0]
+        kept = q + self._pairs_kept(run, selective) + self._values_kept(run)
+        if self._exactly(run):
+            return kept
+        kept += self._core_kept(run)
+        return kept + (q if self._cut or run.ulysses > 1 else 0)  # its own output, of all tokens
+
+    def _pairs_kept(self, run: Execution, selective: bool) -> int:
+        """Bytes kept of keys and values, or of what they are made of again."""
+        if selective and run.ulysses == 1:
+            return self._heads(run, self.mla.nope_dim + self.mla.value_dim) + run.whole(self.mla.rope_dim)
+        return 2 * self._sizes(run)[1]
+
+    def _values_kept(self, run: Execution) -> int:
+        """Bytes of the output that is kept for the projection after it, or by attention."""
+        if not self._cut:
+            return self._output_kept(run)
+        return self._heads(run, self.mla.value_dim) if self.out.trained else 0
+
+    @property
+    def _cut(self) -> bool:
+        """The output is wider than values are, and cut."""
+        return self.head_width > self.mla.value_dim
+
+    def _heads(self, run: Execution, width: int) -> int:
+        """Bytes of this rank's heads of so many elements."""
+        return run.whole(self.heads // run.tensor * width)
+
+    def forward(self, run: Execution, selective: bool) -> int:
+        """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
+        return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
+
+    def repeated(self, run: Execution, selective: bool) -> int:
+        """As :meth:`forward`, where the last product is left out; the output is not there yet."""
+        q, k, _ = self._sizes(run)
+        uncut = q if self._cut else 0
+        core = self._core_forward(run) + (2 * k - self._pairs_kept(run, selective)) + uncut
+        core -= self._values_kept(run) if self._cut else 0
+        later = self._values_kept(run) + (0 if selective else 2 * k)
+        heads = self._heads(run, self.mla.nope_dim + self.mla.value_dim)
+        products = self.down.exact(run) - q, self.queries.exact(run), self.kv_up.exact(run) + heads
+        return max(core, *(product - later for product in products))
+
+    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+        """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
+        q, k, _ = self._sizes(run)
+        gathered, values = run.gathered(self.layer.hidden), self._heads(run, self.mla.value_dim)
+        deferred = split and not self.out.set_aside(run, split)
+        product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
+        out = gathered + max(self.out.eight_bits(run), values + product)
+        moments = [Moment(out, gathered + values, self.out.matrices, self.out.aside(run, split))]
+        operands = deferred and self.out.trained
+        live = gathered if operands else 0
+        uncut = live + values + (q if self._cut else 0)
+        live -= 0 if operands else self._values_kept(run)
+        core = live + q + (2 * k if selective else 0) + self._gradients(run)
+        if self._exactly(run):  # computed again, when the projection after it has given up the output
+            core += self._core_kept(run) + q
+        live -= self._attention_kept(run, selective) - self._values_kept(run)
+        heads, queries = (
+            self._heads(run, n) for n in (self.mla.nope_dim + self.mla.value_dim, self.mla.head_dim)
+        )
+        joined = live + q + 2 * k + max(2 * k, heads)
+        moments[0] = moments[0]._replace(needed=max(out, uncut))
+        live += heads + queries + run.whole(self.mla.rope_dim)
+        first = True
+        for linear, output, kept, norm in self._before(run, selective, heads, queries):
+            projection = linear.backward(run, selective, split).above(live)
+            if first:
+                projection = projection._replace(needed=max(core, joined, projection.needed))
+            first = False
+            moments.append(projection)
+            held = split and linear.trained
+            live += run.stream(linear.inputs) - (0 if held else output + kept)
+            if norm is not None:
+                moments.append(Moment(live + norm.backward(run), live))
+        latents = run.replicated.whole(sum(self.down.outputs.values()))
+        moments.append(self.down.backward(run, selective, split).above(live + latents))
+        return moments
+
+    def _before(
+        self, run: Execution, selective: bool, heads: int, queries: int
+    ) -> list[tuple[LinearSpec, int, int, NormSpec | None]]:
+        """The layers that make heads, in the order of the backward pass: each with the bytes of its output's
+        gradient and of its input that is kept, and the norm before it."""
+        of_queries, of_pairs = self._normed(run, selective)
+        norm = self.norms[0] if self.mla.q_rank is not None else None
+        return [
+            (self.kv_up, heads, of_pairs, self.norms[-1]),
+            (self.queries, queries, of_queries, norm),
+        ]
+
+    def _gradients(self, run: Execution) -> int:
+        """Bytes that the backward pass of attention needs, its results included."""
+        q, k, _ = self._sizes(run)
+        return self._core_backward(run) if run.context > 1 or self.dropout else q + 2 * k

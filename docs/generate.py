@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 
 from hexad.config import Config
 from hexad.model.families import families
-from hexad.planning.checks import SUPPORTED
 from hexad.planning.costs import preset_table
 
 from .api_page import API, api_page
@@ -132,16 +131,12 @@ def _values(setting: str, field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if field.metadata:  # pydantic has taken Annotated apart
         annotation = Annotated[(annotation, *field.metadata)]
-    supported = families() if setting == "model.family" else SUPPORTED.get(setting)
+    supported = families() if setting == "model.family" else None
     shown = [
         text + ("" if supported is None or value is _OPEN or value in supported else " †")
         for text, value in _choices(annotation)
     ]
-    note = ""
-    if supported is not None and any(value is _OPEN for _, value in _choices(annotation)):
-        allowed = ", ".join(f"`{value}`" for value in supported)
-        note = f" († all but {allowed})"
-    return ", ".join(shown) + note
+    return ", ".join(shown)
 
 
 NO_LIMIT = 10**9

@@ -196,13 +196,6 @@ def test_settings_that_the_family_ignores(overrides: list[str], says: str) -> No
     assert str(caught.value).endswith("; remove it")
 
 
-def test_experts_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["model.moe.experts=8"])
-    reason = "expected null: this version does not support mixtures of experts"
-    assert str(caught.value) == f"model.moe: found {{'experts': 8}}, {reason}"
-
-
 @pytest.mark.parametrize("preset", [None, *sorted(presets())])
 @pytest.mark.parametrize("family", [None, "gpt2", "llama"])
 def test_a_resolved_configuration_is_never_refused(preset: str | None, family: str | None) -> None:

@@ -95,9 +95,48 @@ TRAIN = (
     ("train run.yaml model.dropout=1", "model.dropout: found 1, expected less than 1"),
     ("train run.yaml model.norm_eps=0", "model.norm_eps: found 0, expected greater than 0"),
     ("train run.yaml model.init_std=-1", "model.init_std: found -1, expected greater than 0"),
+    ("train run.yaml model.moe.expert=8", "model.moe.expert: unknown key"),
+    ("train run.yaml model.moe.experts=0", "model.moe.experts: found 0, expected greater than or equal"),
     (
-        "train run.yaml 'model.moe={experts: 8}'",
-        "model.moe: found {'experts': 8}, expected null: this version does not support mixtures of experts",
+        "train run.yaml 'model.moe={experts: 4, top_k: 5}'",
+        "model.moe.top_k: found 5, more than the 4 experts; use at most 4",
+    ),
+    (
+        "train run.yaml 'model.moe={experts: 8, groups: 4, top_groups: 2, top_k: 5}'",
+        "model.moe.top_k: found 5, more than the 4 experts of 2 of 4 groups; use at most 4",
+    ),
+    (
+        "train run.yaml 'model.moe={experts: 8, groups: 3}'",
+        "model.moe.groups: found 3, which does not divide model.moe.experts 8; use 1, 2, 4 or 8",
+    ),
+    (
+        "train run.yaml 'model.moe={experts: 8, first_dense: 9}'",
+        "model.moe.first_dense: found 9 with every 1: none of the 1 layers has experts",
+    ),
+    (
+        "train run.yaml 'model.moe={layers: [0, 4]}'",
+        "model.moe.layers: found 4; expected numbers from 0 to 0",
+    ),
+    (
+        "train run.yaml 'model.moe={bias_rate: 0.1}'",
+        "model.moe.bias_rate: found 0.1 with score softmax_topk; it needs score: sigmoid, or 0",
+    ),
+    (
+        "train run.yaml 'model.moe={capacity_factor: 2}' precision.exact=true precision.dtype=fp32",
+        "model.moe.capacity_factor: found 2.0 with precision.exact",
+    ),
+    (
+        "train run.yaml 'model.moe={dispatcher: all_gather}' precision.exact=true precision.dtype=fp32",
+        "model.moe.dispatcher: found all_gather with precision.exact",
+    ),
+    ("train run.yaml 'model.moe={experts: 8}' run.compile=full", "run.compile: found full with model.moe"),
+    (
+        "train run.yaml 'model.moe={experts: 5}' parallel.expert=2 --nproc 2",
+        "parallel.expert: found 2, which does not divide model.moe.experts 5; use 1 or 5",
+    ),
+    (
+        "train run.yaml 'model.moe={experts: 4}' parallel.expert=4 --nproc 2",
+        "parallel.expert: found 4, but world 2 is not divisible by",
     ),
     (
         "train run.yaml model.rope_scaling.factor=0",
@@ -274,13 +313,19 @@ TRAIN = (
         "train run.yaml parallel.context_method=ulises",
         "parallel.context_method: found 'ulises', expected 'ring'",
     ),
-    ("train run.yaml parallel.expert=2", "2, but this version does not support expert parallelism; use 1"),
-    ("train run.yaml parallel.expert=2 --nproc 2", "parallel.expert: found 2, but this version"),
-    ("train run.yaml parallel.expert_tensor=2", "parallel.expert_tensor: found 2, but this version"),
-    ("config check run.yaml parallel.expert=2", "parallel.expert: found 2, but this version"),
-    ("config init new.yaml parallel.expert=2", "parallel.expert: found 2, but this version"),
-    ("show memory run.yaml parallel.expert=2 --world 4", "parallel.expert: found 2, but this version"),
-    ("show schedule run.yaml parallel.expert=2", "parallel.expert: found 2, but this version"),
+    ("train run.yaml parallel.expert=2", "2, but the model has no experts; set model.moe, or 1"),
+    ("train run.yaml parallel.expert=2 --nproc 2", "parallel.expert: found 2, but the model has no experts"),
+    (
+        "train run.yaml parallel.expert_tensor=2",
+        "parallel.expert_tensor: found 2, but the model has no experts",
+    ),
+    ("config check run.yaml parallel.expert=2", "parallel.expert: found 2, but the model has no experts"),
+    ("config init new.yaml parallel.expert=2", "parallel.expert: found 2, but the model has no experts"),
+    (
+        "show memory run.yaml parallel.expert=2 --world 4",
+        "parallel.expert: found 2, but the model has no experts",
+    ),
+    ("show schedule run.yaml parallel.expert=2", "parallel.expert: found 2, but the model has no experts"),
     ("train run.yaml parallel.pipeline=4", "parallel.pipeline: found 4 stages"),
     (
         "train run.yaml parallel.pipeline=2 'parallel.split=[1, 1]'",

@@ -122,8 +122,9 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 @contextmanager
 def exact_functions() -> Iterator[None]:
-    """transformers computes RMSNorm, and the sines and cosines of rotary positions, in float32 whatever the
-    format; here RMSNorm as it stands, and those rounded from float64, as ours are."""
+    """transformers computes RMSNorm, DeepSeek-V2's rotation, and the sines and cosines of rotary positions
+    in float32 whatever the format; here the first two as they stand, and those rounded from float64, as ours
+    are."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
@@ -131,9 +132,19 @@ def exact_functions() -> Iterator[None]:
     def rounded(function: Any) -> Any:
         return lambda x: function(x.double()).to(x.dtype)
 
+    def rotated(q: torch.Tensor, k: torch.Tensor, turns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As theirs, but in the format of the tensors."""
+        pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * turns.unsqueeze(1) for x in (q, k))
+        return tuple(torch.view_as_real(x).flatten(3) for x in pairs)
+
+    polar, latent = torch.polar, import_module("transformers.models.deepseek_v2.modeling_deepseek_v2")
     cos, sin = (rounded(function) for function in (torch.Tensor.cos, torch.Tensor.sin))
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.Tensor, cos=cos, sin=sin))
+        stack.enter_context(
+            mock.patch.object(torch, "polar", lambda x, y: polar(x.double(), y.double()).to(torch.cfloat))
+        )
+        stack.enter_context(mock.patch.object(latent, "apply_rotary_emb", rotated))
         for norm in rms_norms():
             stack.enter_context(mock.patch.multiple(norm, forward=forward))
         yield

@@ -211,9 +211,12 @@ def test_a_tied_matrix_has_either_name(kept: str, tmp_path: Path) -> None:
 
 
 _SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}
+_HEADS = {"kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": _SCALING},
     "phi3": {"rotary_fraction": 0.67},
+    "deepseek_v2": {"mla": {"q_rank": None, **_HEADS}, "kv_heads": 4},
+    "deepseek_v3": {"mla": {"q_rank": 12, **_HEADS}, "kv_heads": 4},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
 }
 

@@ -47,6 +47,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_scaling": 1.7,
     },
+    "deepseek_v3": {
+        **{key: value for key, value in COMMON.items() if key != "head_dim"},
+        "family": "deepseek_v3",
+        "mla": {"q_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
+    },
     "lora": {**COMMON, "family": "llama", "kv_heads": 6, "lora": {"rank": 2, "alpha": 3}},
 }
 Parallel = Mapping[str, Any]
@@ -162,6 +167,7 @@ PAIRS = [
     ("llama", TRAINING[12], Degrees(tensor=3), "fp32"),
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
+    ("deepseek_v3", TRAINING[8], Degrees(tensor=2), "fp32"),
 ]
 
 

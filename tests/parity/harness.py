@@ -500,6 +500,7 @@ def latent_cases() -> tuple[Case, ...]:
         if not 1 < data * tensor * context * pipeline <= worker_pool.MAX_RANKS:
             continue
         (schedule, virtual), (zero, recompute) = next(schedules), next(states)
+        sequence = sequence and tensor * context <= 4  # tokens divide
         variant = deep(next(turns), 5 if pipeline * virtual <= 4 else 8)
         if pipeline == 1:
             variant, schedule, virtual = deep(variant, 2), "1f1b", 1

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from hexad.comm import all_gather
 from hexad.model.attention_kernels import AttentionKernel
+from hexad.model.positions import LatentHeads
 from hexad.topology.mesh import Axis
 
+from .latent_memory import LatentMemory
 from .paged_attention import Arrangement, Memory, Queries
 from .scheduler import Part
 
@@ -34,7 +36,7 @@ class StepCache:
         device: of the tensors.
     """
 
-    memory: Mapping[int, Memory]
+    memory: Mapping[int, Memory | LatentMemory]
     parts: Sequence[Part]
     context: Axis
     device: torch.device
@@ -84,8 +86,20 @@ class StepCache:
         if self.context.size > 1:
             k, v = all_gather(torch.cat((k, v), dim=1), self.context).chunk(2, dim=1)
         k, v = k[: self.total], v[: self.total]
-        out = self.memory[layer].attend(q, k, v, self._arrangement, kernel)
-        return out.flatten(1)
+        memory = self.memory[layer]
+        assert isinstance(memory, Memory)
+        return memory.attend(q, k, v, self._arrangement, kernel).flatten(1)
+
+    def attend_latent(
+        self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, kernel: AttentionKernel
+    ) -> Tensor:
+        """As :meth:`attend`, of what keys and values of all ``heads`` are made of, ``[this rank's tokens,
+        width]``."""
+        if self.context.size > 1:
+            latents = all_gather(latents, self.context)
+        memory = self.memory[layer]
+        assert isinstance(memory, LatentMemory)
+        return memory.attend(q, latents[: self.total], self._arrangement, heads, kernel)
 
     @cached_property
     def _arrangement(self) -> Arrangement:

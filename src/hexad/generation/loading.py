@@ -13,11 +13,13 @@ from hexad.comm import merged
 from hexad.config import Config, ConfigError
 from hexad.dataset.text.token_text import TokenText
 from hexad.launching.environment import environment
-from hexad.model.attention import Attention
+from hexad.model.attention import AttentionCore
+from hexad.model.latent_attention import LatentAttention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.topology.mesh import Mesh
 
 from .blocks import BlockPool
+from .latent_memory import ExactLatentMemory, LatentMemory
 from .paged_attention import DeviceMemory, ExactMemory, HostMemory, Memory
 from .replica import Replica
 from .sampler import Constraint
@@ -35,8 +37,6 @@ def build_model(config: Config, mesh: Mesh, layers: Sequence[range], dtype: torc
         layers: of every stage, one stage per pipeline rank.
         dtype: of the weights.
     """
-    if config.model.mla is not None:
-        raise ConfigError("model.mla", "found latent attention, which generation does not support yet")
     mesh = factored_mesh(config.model, config.parallel, mesh)
     shard = make_shard(config.parallel, mesh, dtype)
     shard = replace(shard, sequence=False, chunks=1, exact=config.precision.exact)
@@ -66,7 +66,7 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
 def converted(model: Transformer, dtype: torch.dtype) -> Transformer:
     """The model in the number format that it computes in, with the kernels for it."""
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, AttentionCore):
             module.use_kernel(model.shard.device, dtype)
     return model.to(dtype).eval()
 
@@ -109,7 +109,7 @@ def make_replica(
 
 def make_memory(
     model: Transformer, config: Config, mesh: Mesh, positions: int
-) -> tuple[dict[int, Memory], int, int]:
+) -> tuple[dict[int, Memory | LatentMemory], int, int]:
     """The cache of this rank's stage, the number of its blocks, the same on all ranks, and the tokens of
     each; ``positions``: tokens that the model was made for.
 
@@ -118,9 +118,7 @@ def make_memory(
     """
     settings, device = config.inference, model.shard.device
     block = settings.block if settings.block != "auto" else 256 if device.type == "cuda" else 32
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    layers = [attention.layer for attention in attentions]
-    shape = (attentions[0].kv_heads, attentions[0].width) if attentions else (0, 0)
+    attentions = [module for module in model.modules() if isinstance(module, AttentionCore)]
     shard = model.shard
     token_bytes = model.inventory.cached_bytes(shard.tensor.size, model.dtype.itemsize, shard.exact)
     if settings.cache_tokens != "auto":
@@ -133,14 +131,18 @@ def make_memory(
         if blocks < 1:
             problem = f"found {settings.memory_part}, which leaves no memory for a block of the cache; "
             raise ConfigError("inference.memory_part", f"{problem}raise it, or use more ranks")
-    place = blocks * block, shape, model.dtype, device
+    where = model.dtype, device
 
-    def memory() -> Memory:
+    def memory(attention: AttentionCore) -> Memory | LatentMemory:
+        if isinstance(attention, LatentAttention):
+            kind = ExactLatentMemory if model.shard.exact else LatentMemory
+            return kind(blocks * block, attention.latent, *where)
+        place = blocks * block, (attention.kv_heads, attention.width), *where
         if model.shard.exact:
             return ExactMemory(*place)
         return DeviceMemory(*place, block) if device.type == "cuda" else HostMemory(*place)
 
-    return {layer: memory() for layer in layers}, blocks, block
+    return {attention.layer: memory(attention) for attention in attentions}, blocks, block
 
 
 def _free_bytes(mesh: Mesh, part: float) -> int:

@@ -327,13 +327,13 @@ class ExactMemory(Memory):
             ones = list(group)
             if alone:
                 elements = k.shape[1] * k.shape[2]
-                parts += [self._together(q, some, kernel) for some in _alike(ones, elements)]
+                parts += [self._together(q, some, kernel) for some in alike(ones, elements)]
                 continue
             for one in ones:
                 run = KeyRun(one.position, one.origin, kernel.window)
                 rows = q.narrow(0, one.rows[0], one.tokens)
                 parts.append(
-                    attend_run(rows, self._kept(_slots(one, one.origin), q.device), run, kernel.scale)
+                    attend_run(rows, self._kept(slots_of(one, one.origin), q.device), run, kernel.scale)
                 )
         return parts
 
@@ -349,7 +349,7 @@ class ExactMemory(Memory):
         seen = [one.end if window is None else min(one.end, window) for one in ones]
         slots = np.empty((len(ones), max(seen)), dtype=np.int64)
         for line, one, count in zip(slots, ones, seen):
-            places = _slots(one, one.end - count)
+            places = slots_of(one, one.end - count)
             line[:count], line[count:] = places, places[-1]  # of padding any that are numbers
         end = streams.of(device).moved(torch.tensor(seen), device)[:, None]
         visible = Visible(torch.zeros_like(end), end, end, min(seen) == max(seen))
@@ -357,7 +357,7 @@ class ExactMemory(Memory):
         return attend(rows.contiguous(), Wide.of(self._kept(slots, device)), visible, kernel.scale)[:, 0]
 
 
-def _slots(one: Queries, begin: int) -> NDArray[np.int64]:
+def slots_of(one: Queries, begin: int) -> NDArray[np.int64]:
     """Where the keys of positions from ``begin`` on are."""
     runs = one.keys(begin, one.end)
     return np.concatenate([np.arange(slot, slot + tokens, dtype=np.int64) for slot, tokens in runs])
@@ -367,7 +367,7 @@ _KEYS = 1 << 20
 """Elements of keys that are gathered at a time, about."""
 
 
-def _alike(ones: Sequence[Queries], elements: int) -> list[Sequence[Queries]]:
+def alike(ones: Sequence[Queries], elements: int) -> list[Sequence[Queries]]:
     """Neighbouring queries in groups that are computed together, whose keys, padded to the longest, have
     about :data:`_KEYS` elements."""
     groups: list[list[Queries]] = [[]]

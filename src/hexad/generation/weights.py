@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hexad.checkpoint.tensor_file import Chunk
+from hexad.model.latent_attention import LatentAttention
 from hexad.model.transformer import Transformer
 from hexad.parallel import exact
 from hexad.parallel.rectangle import Rectangle
@@ -31,6 +32,8 @@ class Weights:
         self._declared = declared_parameters(model)
         self._shapes = [declared.parameter.shape for declared in self._declared]
         self._linears = [*_linears(model)]
+        latent = (module for module in model.modules() if isinstance(module, LatentAttention))
+        self._absorbed = {attention.kv_up for attention in latent}
         self._alone = Axis("tensor")
 
     def pieces(self) -> Iterator[tuple[Rectangle, Tensor, bool]]:
@@ -63,6 +66,8 @@ class Weights:
         embedding = self._model.embedding
         tied = None if embedding is None else embedding.weight
         for module, name, weight in self._linears:
+            if not shard.exact and module in self._absorbed:
+                continue  # of which attention reads heads
             axis = shard.tensor if isinstance(module, RowParallelLinear) else self._alone
             made = exact.weight_on_grid(weight.data, dtype, axis) if shard.exact else packed(weight.data)
             setattr(module, name, nn.Parameter(made, requires_grad=False))

@@ -17,6 +17,7 @@ from hexad.parallel.context.exchange import selected_rows
 from hexad.topology.mesh import Axis
 
 from .cache import StepCache
+from .latent_memory import LatentMemory
 from .paged_attention import Memory
 from .requests import Logprob
 from .sampler import Choice, Constraint, Sampler, log_probabilities
@@ -52,7 +53,7 @@ class Worker:
     def __init__(
         self,
         model: Transformer,
-        memory: Mapping[int, Memory],
+        memory: Mapping[int, Memory | LatentMemory],
         pipeline: Axis,
         constrain: Callable[[str], Constraint] | None = None,
     ) -> None:

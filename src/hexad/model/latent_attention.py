@@ -1,10 +1,11 @@
 """Multi-head latent attention over this rank's heads."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from hexad.parallel.sharding import Shard
-from hexad.parallel.tensor.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from hexad.parallel.tensor.linear import ColumnParallelLinear, Drop, ReplicatedLinear, RowParallelLinear
 from hexad.parallel.tensor.regions import copied, gathered_first
 
 from . import exact_ops, ops
@@ -59,10 +60,22 @@ class LatentAttention(AttentionCore):
         q = self._rotated(q.unflatten(1, (self.heads, -1)), where)
         latent = self.kv_down_norm(latent)
         key = self._rotated(self._for_all_heads(key).unsqueeze(1), where)
-        kv = self.kv_up(latent, kv_up.at(where.adapted)).unflatten(1, (self.heads, -1))
+        if where.cache is not None:
+            kept = torch.cat((latent, key.squeeze(1)), dim=1)
+            attended = where.cache.attend_latent(self.layer, q, kept, self, self.kernel)
+            return self.out(attended, out.at(where.adapted))
+        k, v = self._keys_and_values(latent, key, kv_up.at(where.adapted))
+        attended = self._core(self.padded(q), k, v, where)
+        return self.out(self.joined(attended.unflatten(1, (self.heads, -1))), out.at(where.adapted))
+
+    def _keys_and_values(
+        self, latent: Tensor, key: Tensor, drop: Drop | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of normalised latent vectors ``[tokens (/ size in sequence parallel), kv_rank]`` and the rotated
+        part ``[tokens, 1, rope_dim]``: ``[tokens, heads, padded width]``."""
+        kv = self.kv_up(latent, drop).unflatten(1, (self.heads, -1))
         k, v = ops.keys_and_values(kv, key, self.widths).split(self.heads, 1)
-        attended = self._core(self._padded(q), k, v, where)
-        return self.out(self._values(attended), out.at(where.adapted))
+        return k, v
 
     @property
     def _latent_widths(self) -> tuple[int, ...]:
@@ -91,13 +104,49 @@ class LatentAttention(AttentionCore):
         rotate = (exact_ops if self.exact else ops).rotate_pairs
         return rotate(x, where.cos, where.sin, self.compiled)
 
-    def _padded(self, q: Tensor) -> Tensor:
+    def padded(self, q: Tensor) -> Tensor:
         """Queries as wide as attention computes them."""
         missing = self.width - q.shape[2]
         return F.pad(q, (0, missing)) if missing else q
 
-    def _values(self, attended: Tensor) -> Tensor:
-        """``[tokens, heads * width]`` of attention -> ``[tokens, heads * value width]``."""
-        if self.width == self.mla.value_dim:
-            return attended
-        return attended.unflatten(1, (self.heads, -1))[..., : self.mla.value_dim].flatten(1)
+    def joined(self, attended: Tensor) -> Tensor:
+        """``[tokens, heads, width]`` of attention -> ``[tokens, heads * value width]``."""
+        return attended[..., : self.mla.value_dim].flatten(1)
+
+    # Generation: see LatentHeads.
+
+    @property
+    def latent(self) -> int:
+        """Elements that are kept of a token."""
+        return self.mla.kv_rank + self.mla.rope_dim
+
+    def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of latent vectors ``[tokens, kv_rank + rope_dim]``."""
+        latent, key = latents.split_with_sizes((self.mla.kv_rank, self.mla.rope_dim), 1)
+        return self._keys_and_values(latent, key.unsqueeze(1))
+
+    def absorbed(self, q: Tensor) -> Tensor:
+        """Queries to which latent vectors are the keys."""
+        nope, rope = q.split_with_sizes((self.mla.nope_dim, self.mla.rope_dim), 2)
+        keys = slice(0, self.mla.nope_dim)
+        inner = nope.transpose(0, 1)  # [heads, tokens, nope_dim]
+        rows = torch.bmm(inner, self._per_head(self.kv_up.weight)[:, keys])
+        adapters = self.kv_up.adapters()
+        if adapters is not None:
+            rows += torch.bmm(inner, self._per_head(adapters.b[0])[:, keys]) @ adapters.a * adapters.scale
+        return torch.cat((rows.transpose(0, 1), rope), dim=2)
+
+    def restored(self, weighted: Tensor) -> Tensor:
+        """Values of weighted sums of latent vectors."""
+        values = slice(self.mla.nope_dim, None)
+        sums = weighted[..., : self.mla.kv_rank].transpose(0, 1)  # [heads, tokens, kv_rank]
+        out = torch.bmm(sums, self._per_head(self.kv_up.weight)[:, values].transpose(1, 2))
+        adapters = self.kv_up.adapters()
+        if adapters is not None:
+            b = self._per_head(adapters.b[0])[:, values]
+            out += torch.bmm(sums @ adapters.a.t(), b.transpose(1, 2)) * adapters.scale
+        return out.transpose(0, 1).flatten(1)
+
+    def _per_head(self, rows: Tensor) -> Tensor:
+        """``[heads, nope_dim + value_dim, ...]`` of what has so many rows for each head."""
+        return rows.unflatten(0, (self.heads, -1))

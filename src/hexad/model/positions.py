@@ -38,6 +38,43 @@ class KeyValueCache(Protocol):
         of queries ``[tokens, heads, width]`` over all that are kept: ``[tokens, heads * width]``."""
         ...
 
+    def attend_latent(
+        self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, kernel: AttentionKernel
+    ) -> Tensor:
+        """The same of a layer with latent attention: keep its new latent vectors ``[tokens, kv_rank +
+        rope_dim]``, and compute the attention of queries over all that are kept: ``[tokens, heads * value
+        width]``."""
+        ...
+
+
+class LatentHeads(Protocol):
+    """What multi-head latent attention makes of latent vectors, of this rank's heads. A latent vector
+    ``[kv_rank + rope_dim]`` ends with the rotated part of the keys, which all heads share."""
+
+    def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[tokens, heads, padded width]`` of latent vectors ``[tokens, kv_rank +
+        rope_dim]``."""
+        ...
+
+    def padded(self, q: Tensor) -> Tensor:
+        """Queries ``[tokens, heads, width]`` as wide as :meth:`expanded` keys."""
+        ...
+
+    def joined(self, attended: Tensor) -> Tensor:
+        """``[tokens, heads * value width]`` of attention over :meth:`expanded` values, ``[tokens, heads,
+        padded width]``."""
+        ...
+
+    def absorbed(self, q: Tensor) -> Tensor:
+        """Of queries ``[tokens, heads, width]`` those to which latent vectors are the keys, ``[tokens, heads,
+        kv_rank + rope_dim]``."""
+        ...
+
+    def restored(self, weighted: Tensor) -> Tensor:
+        """``[tokens, heads * value width]`` of weighted sums of latent vectors, ``[tokens, heads, kv_rank +
+        rope_dim]``."""
+        ...
+
 
 @dataclass(frozen=True)
 class Geometry:

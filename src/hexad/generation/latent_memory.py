@@ -1,0 +1,126 @@
+"""Attention of some tokens of several sequences over paged latent vectors (multi-head latent attention),
+those of the tokens before them included. What is kept of a token is one vector, the same on every tensor
+rank.
+
+- New tokens that follow each other: the latent vectors that they see are expanded to keys and values.
+- Sequences with one new token: queries are multiplied by what would make keys (absorbed; DeepSeek-V2: arXiv
+  2405.04434, section 2.1.2), so that latent vectors themselves are keys and values, of one head that all
+  query heads share; several sequences together.
+- Exact arithmetic: always expanded, as training computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hexad.comm import streams
+from hexad.model.attention_kernels import AttentionKernel
+from hexad.model.exact_attention import Run, attend_run, on_grid
+from hexad.model.positions import LatentHeads
+from hexad.parallel.pointwise import widened
+
+from .paged_attention import Arrangement, Queries, alike, slots_of
+
+
+class LatentMemory:
+    """The latent vectors of one layer.
+
+    Attributes:
+        latents: ``[slots, width]``.
+    """
+
+    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.latents = torch.empty((slots, width), dtype=dtype, device=device)
+
+    def attend(
+        self, q: Tensor, latents: Tensor, step: Arrangement, heads: LatentHeads, kernel: AttentionKernel
+    ) -> Tensor:
+        """Keep new latent vectors, and compute attention over all that are kept.
+
+        Args:
+            q: ``[rows, heads, width]``.
+            latents: ``[tokens of the step, width]``.
+            step: where they are.
+            heads: of the layer.
+            kernel: the layer's.
+
+        Returns:
+            ``[rows, heads * value width]``; zeros for padding.
+        """
+        self.latents.index_copy_(0, step.slots, latents)
+        parts: list[Tensor] = []
+        for alone, group in groupby(step.queries, key=lambda one: one.tokens == 1):
+            parts += self._computed(q, list(group), alone, heads, kernel)
+        rows = step.queries[-1].rows[1] if step.queries else 0
+        if rows < step.rows or not parts:
+            parts.append(heads.joined(q.new_zeros((step.rows - rows, *q.shape[1:]))))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _computed(
+        self, q: Tensor, ones: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
+    ) -> list[Tensor]:
+        """The attention of neighbouring runs of rows, each of one token (``alone``) or of several."""
+        if not alone:
+            return [self._expanded(q, one, heads, kernel) for one in ones]
+        groups = alike(ones, self.latents.shape[1])
+        return [self._absorbed(q, some, heads, kernel) for some in groups]
+
+    def _expanded(self, q: Tensor, one: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
+        """Of several tokens, over keys and values of all heads."""
+        limit = one.end if kernel.window is None else kernel.window
+        begin = max(one.origin, one.position + 1 - limit)
+        k, v = heads.expanded(self._gathered(slots_of(one, begin)))
+        seen = None
+        if begin < one.position or limit < one.end:
+            position = torch.arange(one.position, one.end, device=q.device)[:, None]
+            key = torch.arange(begin, one.end, device=q.device)
+            seen = (key <= position) & (key > position - limit)
+        rows = heads.padded(q.narrow(0, one.rows[0], one.tokens))
+        rows, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (rows, k, v))
+        out = kernel.dense(rows, k, v, causal=seen is None, mask=seen)
+        return heads.joined(out[0].transpose(0, 1))
+
+    def _absorbed(
+        self, q: Tensor, ones: Sequence[Queries], heads: LatentHeads, kernel: AttentionKernel
+    ) -> Tensor:
+        """Of neighbouring sequences' single tokens, over latent vectors."""
+        seen = [one.end - max(one.origin, one.end - (kernel.window or one.end)) for one in ones]
+        slots = np.empty((len(ones), max(seen)), dtype=np.int64)
+        for line, one, count in zip(slots, ones, seen):
+            places = slots_of(one, one.end - count)
+            line[:count], line[count:] = places, places[-1]  # of padding any that are numbers
+        kept = self._gathered(slots.ravel()).unflatten(0, slots.shape)
+        rows = heads.absorbed(q.narrow(0, ones[0].rows[0], len(ones)))
+        scores = widened(torch.bmm(rows, kept.transpose(1, 2))) * kernel.scale
+        if min(seen) < max(seen):
+            counts = streams.of(q.device).moved(torch.tensor(seen), q.device)
+            hidden = torch.arange(max(seen), device=q.device) >= counts[:, None]
+            scores.masked_fill_(hidden[:, None], -torch.inf)
+        return heads.restored(torch.bmm(scores.softmax(-1).to(kept.dtype), kept))
+
+    def _gathered(self, slots: np.ndarray) -> Tensor:
+        """The latent vectors at some slots."""
+        device = self.latents.device
+        return self.latents.index_select(0, streams.of(device).moved(torch.from_numpy(slots), device))
+
+
+class ExactLatentMemory(LatentMemory):
+    """In exact arithmetic: keys and values are those of training, to the last bit."""
+
+    def _computed(
+        self, q: Tensor, ones: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
+    ) -> list[Tensor]:
+        parts = []
+        for one in ones:
+            limit = one.end if kernel.window is None else kernel.window
+            begin = max(one.origin, one.position + 1 - limit)
+            kept = on_grid(*heads.expanded(self._gathered(slots_of(one, begin))))
+            rows = heads.padded(q.narrow(0, one.rows[0], one.tokens)).contiguous()
+            run = Run(one.position, begin, kernel.window)
+            parts.append(heads.joined(attend_run(rows, kept, run, kernel.scale)))
+        return parts

@@ -218,6 +218,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"mla": {"q_rank": None, **_HEADS}, "kv_heads": 4},
     "deepseek_v3": {"mla": {"q_rank": 12, **_HEADS}, "kv_heads": 4},
     "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+    "mixtral": {"moe": {"experts": 6, "top_k": 2}},
+    "qwen3_moe": {"moe": {"experts": 4, "top_k": 2, "ffn_hidden": 20, "every": 2, "normalise": False}},
 }
 
 

@@ -88,8 +88,8 @@ def test_spellings(family: str, keys: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
-     'model_type: found "mixtral", not supported (MixtralForCausalLM); supported: LlamaForCausalLM, Mistral'),
+    ("llama", {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]},
+     'model_type: found "olmoe", not supported (OlmoeForCausalLM); supported: LlamaForCausalLM, Mistral'),
     ("llama", {"model_type": None}, "model_type: found null, not supported"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]},
      'architectures: found "LlamaForSequenceClassification", not supported; supported: LlamaForCausalLM'),

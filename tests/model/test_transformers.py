@@ -12,6 +12,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.config import Config
+from hexad.config.model import ModelSettings
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
 
@@ -30,6 +31,7 @@ _LLAMA = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": 2, "ff
 _MLA = {"q_rank": 20, "kv_rank": 14, "nope_dim": 10, "rope_dim": 6, "value_dim": 12}
 _LATENT = {**{key: value for key, value in _LLAMA.items() if key != "kv_heads"}, "mla": _MLA,
            "norm_eps": 1e-4}  # fmt: skip
+_MOE = {"experts": 6, "top_k": 3, "ffn_hidden": 20}
 _MAGNITUDE = 0.1 * 0.8 * math.log(4.0) + 1
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_LLAMA},
@@ -59,6 +61,13 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_multiplier": _MAGNITUDE**2 / 4},
     "deepseek_v3, yarn of rotated elements": {
         "family": "deepseek_v3", **_LATENT, "rope_theta": 100.0, "rope_scaling": _YARN},
+    "mixtral": {"family": "mixtral", **_LLAMA, "moe": {"experts": 5, "top_k": 2}},
+    "mixtral, one expert": {"family": "mixtral", **_LLAMA, "moe": {"experts": 3, "top_k": 1,
+                                                                  "score": "topk_softmax"}},
+    "qwen3_moe": {"family": "qwen3_moe", **_LLAMA, "moe": {**_MOE, "normalise": False}},
+    "qwen3_moe, normalised": {"family": "qwen3_moe", **_LLAMA, "moe": {**_MOE, "every": 2}},
+    "qwen3_moe, some dense": {"family": "qwen3_moe", **_LLAMA, "tied_embeddings": True,
+                              "moe": {**_MOE, "layers": [0, 2], "score": "topk_softmax"}},
     "gpt2": {"family": "gpt2", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB,
              "max_positions": 40},
 }  # fmt: skip
@@ -116,6 +125,8 @@ def oracle(name: str) -> transformers.PreTrainedModel:
             if model.attention_multiplier != 1 / 4:
                 rope |= {"mscale": 0.6, "mscale_all_dim": 0.8}
                 del rope["attention_factor"]
+        if model.moe is not None:
+            further |= experts_of(model)
         if model.family in ("mistral", "phi3"):
             further["sliding_window"] = model.sliding_window
         if model.head_dim != HIDDEN // HEADS and model.mla is None:
@@ -126,12 +137,26 @@ def oracle(name: str) -> transformers.PreTrainedModel:
             rms_norm_eps=model.norm_eps, rope_parameters=rope,
             tie_word_embeddings=bool(model.tied_embeddings), **further,
         )  # fmt: skip
-        theirs = transformers.AutoModelForCausalLM.from_config(config)
+        theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     theirs = theirs.double()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return theirs
+
+
+def experts_of(model: ModelSettings) -> dict[str, Any]:
+    """The keys of transformers for a model's experts, from what papers call them."""
+    moe, layers = model.moe, range(model.layers)
+    assert moe is not None
+    normalised = moe.normalise or moe.score == "topk_softmax"
+    keys: dict[str, Any] = {"num_experts_per_tok": moe.top_k}
+    if model.family == "mixtral":
+        return {**keys, "num_local_experts": moe.experts}
+    keys |= {"moe_intermediate_size": moe.ffn_hidden, "norm_topk_prob": normalised}
+    dense = [] if moe.layers == "auto" else [number for number in layers if number not in moe.layers]
+    steps = {"decoder_sparse_step": moe.every, "mlp_only_layers": dense}
+    return {**keys, **steps, "num_experts": moe.experts}
 
 
 def translated(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -460,7 +460,7 @@ _ADAPTED = (
 ADAPTED_GRID, EVERY_ADAPTED = up_to_three_microbatches(_ADAPTED[:4]), _ADAPTED[4:]
 # Latent attention: values narrower and wider than keys, queries from a latent vector and direct ones.
 _MLA = {"q_rank": 14, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}
-_LATENT_MODEL = {key: value for key, value in _SMALL.items() if key not in ("kv_heads", "head_dim")}
+_LATENT_MODEL = {key: value for key, value in SMALL.items() if key not in ("kv_heads", "head_dim")}
 _LATENT_MODEL |= {"family": "deepseek_v3"}
 LATENT = (
     Variant("latent attention, masks", {**_LATENT_MODEL, "vocab": 101, "mla": _MLA}, masked=0.3, micro=2),

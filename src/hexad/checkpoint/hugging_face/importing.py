@@ -20,7 +20,7 @@ from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
 from ..tensor_file import Part, TensorFile, write_shard
 from .files import appearing, check_links, has_tokenizer
-from .weights import HuggingFaceModel, row_slices
+from .weights import HuggingFaceModel, read_slices
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
 
@@ -100,8 +100,8 @@ def _written(model: HuggingFaceModel, directory: Path) -> Index:
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
     parts = [Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items()]
     slices = (
-        model.read(whole.rows(row, row + rows))
+        model.read(part)
         for name, whole in wholes.items()
-        for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize)
+        for part in read_slices(whole, model.dtypes[name].itemsize)
     )
     return write_shard(directory, TensorFile.of_host(0, {0: parts}), slices)

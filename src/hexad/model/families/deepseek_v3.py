@@ -132,7 +132,7 @@ FAMILY = Family(
     },
     fixed={"hidden_act": "silu", "rope_interleave": True},
     also={"rope_interleave": (True,)},
-    unused=_EXPERTS,
+    reads=_EXPERTS,
     read=_read,
     write=_write,
 )

@@ -13,10 +13,11 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.config import Config
 from hexad.config.model import ModelSettings
+from hexad.model.inventory import ModelInventory
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
 
-from ..checkpoint.hugging_face import exact_functions
+from ..checkpoint.hugging_face import exact_functions, randomise
 from ..layers import load_global, shard_of, whole_model
 from ..small import Tree, config_of, engine_of, microbatch_of, random_tokens
 
@@ -32,6 +33,7 @@ _MLA = {"q_rank": 20, "kv_rank": 14, "nope_dim": 10, "rope_dim": 6, "value_dim":
 _LATENT = {**{key: value for key, value in _LLAMA.items() if key != "kv_heads"}, "mla": _MLA,
            "norm_eps": 1e-4}  # fmt: skip
 _MOE = {"experts": 6, "top_k": 3, "ffn_hidden": 20}
+_SHARED = {"experts": 8, "top_k": 3, "ffn_hidden": 20, "shared_experts": 2}
 _MAGNITUDE = 0.1 * 0.8 * math.log(4.0) + 1
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_LLAMA},
@@ -52,6 +54,14 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {"family": "granite", **_LLAMA, "embedding_multiplier": 12.0, "attention_multiplier": 0.3,
                 "residual_multiplier": 0.22, "logits_scaling": 8.0},
     "deepseek_v3": {"family": "deepseek_v3", **_LATENT},
+    "deepseek_v3, experts": {"family": "deepseek_v3", **_LATENT, "moe": {
+        **_SHARED, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "first_dense": 1}},
+    "deepseek_v3, experts, not normalised": {"family": "deepseek_v3", **_LATENT, "mla": {
+        **_MLA, "q_rank": None}, "moe": {**_SHARED, "score": "sigmoid", "normalise": False}},
+    "deepseek_v2, experts": {"family": "deepseek_v2", **_LATENT, "moe": {
+        **_SHARED, "normalise": False, "first_dense": 2}},
+    "deepseek_v2, experts in groups": {"family": "deepseek_v2", **_LATENT, "moe": {
+        **_SHARED, "normalise": False, "groups": 2, "top_groups": 1, "scale": 4.0}},
     "deepseek_v3, direct queries": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "q_rank": None}},
     "deepseek_v3, wide values": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "value_dim": 22}},
     "deepseek_v3, equal widths": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "value_dim": 16}},
@@ -121,7 +131,8 @@ def oracle(name: str) -> transformers.PreTrainedModel:
                 further["original_max_position_embeddings"] = model.rope_scaling.original_positions
         if model.mla is not None:
             keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            further |= dict(zip(keys, CASES[name]["mla"].values())) | {"first_k_dense_replace": LAYERS}
+            further |= dict(zip(keys, CASES[name]["mla"].values()))
+            further |= {"first_k_dense_replace": LAYERS, "num_mtp_layers": 0}
             if model.attention_multiplier != 1 / 4:
                 rope |= {"mscale": 0.6, "mscale_all_dim": 0.8}
                 del rope["attention_factor"]
@@ -139,9 +150,7 @@ def oracle(name: str) -> transformers.PreTrainedModel:
         )  # fmt: skip
         theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     theirs = theirs.double()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    randomise(theirs)
     return theirs
 
 
@@ -154,14 +163,27 @@ def experts_of(model: ModelSettings) -> dict[str, Any]:
     if model.family == "mixtral":
         return {**keys, "num_local_experts": moe.experts}
     keys |= {"moe_intermediate_size": moe.ffn_hidden, "norm_topk_prob": normalised}
+    if model.mla is not None:
+        grouped = "group_limited_greedy" if moe.groups > 1 else "greedy"
+        keys |= {"topk_method": grouped, "n_group": moe.groups, "topk_group": moe.top_groups}
+        sizes = {"n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.first_dense}
+        return {**keys, **sizes, "n_routed_experts": moe.experts, "routed_scaling_factor": moe.scale}
     dense = [] if moe.layers == "auto" else [number for number in layers if number not in moe.layers]
     steps = {"decoder_sparse_step": moe.every, "mlp_only_layers": dense}
     return {**keys, **steps, "num_experts": moe.experts}
 
 
-def translated(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Their tensors under our names."""
-    return {ours: place.read(tensors) for ours, place in published_tensors(settings(name).model).items()}
+def translated(
+    name: str, tensors: Mapping[str, torch.Tensor], trained: bool = False
+) -> dict[str, torch.Tensor]:
+    """Their tensors under our names; ``trained``: of what gradients train."""
+    model = settings(name).model
+    weights = ModelInventory(model).weights()
+    return {
+        ours: place.read(tensors)
+        for ours, place in published_tensors(model).items()
+        if not (trained and weights[ours].frozen)
+    }
 
 
 def tokens_of(step: int = 0) -> torch.Tensor:
@@ -175,6 +197,9 @@ def relative(values: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def pieces(model: torch.nn.Module, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for declared in declared_parameters(model):
+        if gradients and declared.declaration.frozen:
+            assert declared.parameter.grad is None
+            continue
         tensor = declared.parameter.grad if gradients else declared.parameter
         assert tensor is not None, declared.declaration.name
         for start, piece, _ in declared.pieces:
@@ -194,7 +219,7 @@ def test_logits_and_gradients(name: str) -> None:
     loss = ours.loss_sum(tokens, labels)
     loss.backward()
     wanted_gradients = translated(
-        name, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+        name, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, trained=True
     )
     scale = max(float(g.abs().max()) for g in wanted_gradients.values())
     seen = set()

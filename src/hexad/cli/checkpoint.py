@@ -156,8 +156,12 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
     family, dtype, tokenizer = config.model.family, config.precision.dtype, config.data.tokenizer
     text = f"{where}: {family}, {imported.parameters:,} parameters in {dtype}, tokenizer {tokenizer}"
     document = {"path": str(where), "family": family, "parameters": imported.parameters}
-    note = () if imported.tokenizer else (_NO_TOKENIZER.format(tokenizer),)
-    answer(as_json, {**document, "dtype": dtype, "tokenizer": tokenizer}, text, *note)
+    notes = [] if imported.tokenizer else [_NO_TOKENIZER.format(tokenizer)]
+    if imported.left_out:
+        tensors = counted(imported.left_out, "tensor")
+        notes.append(f"note: {tensors} of layers that predict further tokens left out")
+    document |= {"dtype": dtype, "tokenizer": tokenizer, "left_out": imported.left_out}
+    answer(as_json, document, text, *notes)
 
 
 def _import_checkpoint(

@@ -93,7 +93,7 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
             f"{model.hidden} is not divisible by model.heads {model.heads}; change one or set model.head_dim",
         )
     _check_latent(model)
-    if model.moe is None and family(model.family).experts:
+    if model.moe is None and not family(model.family).mixture(model):
         settings = "{experts, top_k, ffn_hidden, ...}"
         raise ConfigError("model.moe", f"found null, but {model.family} has experts; set {settings}")
     defaults = family(model.family).defaults(model)

@@ -5,6 +5,7 @@ mean what they mean to ``transformers``; the tests compare them with its classes
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from math import log
 from pathlib import Path
@@ -128,11 +129,12 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
     keys = ConfigFile(raw, path, {})
     classes, kind = raw.get("architectures"), raw.get("model_type")
     supported = ", ".join(family(name).classes[0] for name in families())
-    if kind not in families():
+    name = next((name for name in families() if kind in (name, *family(name).types)), None)
+    if name is None:
         shown = classes[0] if isinstance(classes, list) and classes else None
         named = f" ({shown})" if shown else ""
         raise keys.problem("model_type", f"not supported{named}; supported: {supported}")
-    known = family(kind)
+    known = family(name)
     for name in classes if isinstance(classes, list) else []:
         if name not in known.classes:
             raise keys.problem("architectures", f"not supported; supported: {supported}", name)
@@ -214,6 +216,18 @@ def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) ->
         )
         settings["attention_factor"] = one / other
     return settings
+
+
+def left_out(raw: Mapping[str, Any], path: Path, model: ModelSettings) -> str:
+    """Pattern of the published tensors, after :attr:`Family.base`, of layers that are left out: those that
+    predict further tokens (multi-token prediction). Empty where there are none."""
+    kind = family(model.family)
+    keys = ConfigFile(_renamed(raw, path, kind), path, {})
+    if not kind.further or not keys.raw.get(kind.further):
+        return ""
+    count = min(keys.count(kind.further), model.layers)
+    numbers = "|".join(str(number) for number in range(model.layers, model.layers + count))
+    return re.escape(kind.layer).replace(r"\{\}", f"({numbers})") + ".+"
 
 
 def architecture(model: ModelSettings) -> Family:

@@ -33,11 +33,13 @@ class ImportedModel:
         config: of the checkpoint, resolved.
         parameters: in all.
         tokenizer: whether one came with the model.
+        left_out: tensors of layers that predict further tokens, which were not imported.
     """
 
     config: Config
     parameters: int
     tokenizer: bool
+    left_out: int
 
 
 def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> ImportedModel:
@@ -61,12 +63,12 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
                 sizes[dtype] += math.prod(model.tensors[name].shape)
             config = with_precision(plain, sizes.most_common(1)[0][0])  # of most of its values
             config, others = with_tokenizer(config, source, partial, to.resolve())
-            index = _written(model, partial)
+            index, left_out = _written(model, partial), model.left_out
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
         origin = origin_of(f"imported from {source.resolve()}", str(torch.__version__))
         write_manifest(partial, index, expected, config, progress, origin, others)
-    return ImportedModel(config, sizes.total(), has_tokenizer(source))
+    return ImportedModel(config, sizes.total(), has_tokenizer(source), left_out)
 
 
 def check_target(to: Path) -> None:

@@ -182,10 +182,15 @@ def _check_complete(forms: Mapping[str, Form]) -> None:
 
 
 def located(
-    tensors: Mapping[str, PublishedWeight], present: Collection[str], model: ModelSettings, where: Path
+    tensors: Mapping[str, PublishedWeight],
+    present: Collection[str],
+    model: ModelSettings,
+    where: Path,
+    left_out: str = "",
 ) -> dict[str, Form]:
     """The form in which each tensor is there, by our name, with the names that its parts have there: with or
-    without the prefix of a model with a head. ``present``: the names of the tensors ``where`` they are.
+    without the prefix of a model with a head. ``present``: the names of the tensors ``where`` they are;
+    ``left_out``: pattern of those that are not read.
 
     Raises:
         HexadError: one is missing, or there is one that the model does not have.
@@ -203,8 +208,9 @@ def located(
             raise HexadError(f"{where}: tensor {missing} (model.{ours}) is missing")
         forms[ours] = tuple(replace(part, name=str(name)) for part, name in zip(form, names))
         used.update(part.name for part in forms[ours])
-    for name in present:  # buffers follow from the settings
-        if name not in used and not re.fullmatch(kind.buffers, name.removeprefix(kind.base)):
+    allowed = f"{kind.buffers}|{left_out}" if left_out else kind.buffers  # buffers follow from the settings
+    for name in present:
+        if name not in used and not re.fullmatch(allowed, name.removeprefix(kind.base)):
             raise HexadError(
                 f"{where}: found tensor {name}, which a {model.family} model with the settings of "
                 "config.json does not have"

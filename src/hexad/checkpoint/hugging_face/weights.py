@@ -7,6 +7,7 @@ does the import, one slice after the other.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,6 +25,8 @@ from torch import Tensor
 from hexad.config import HexadError, one_line
 from hexad.config.files import read_json
 from hexad.config.model import ModelSettings
+from hexad.model.families import family
+from hexad.model.hugging_face import CONFIG_FILE, left_out, read_config
 from hexad.parallel.rectangle import Rectangle
 
 from ..tensor_file import SAFETENSORS, Chunk, dtype_name
@@ -60,6 +63,7 @@ class HuggingFaceModel:
         tensors: our global name -> its location.
         dtypes: our global name -> the format it is stored in; of parts in several, one that holds all.
         files: names of the weights' files.
+        left_out: tensors of layers that are not read: :func:`hexad.model.hugging_face.left_out`.
 
     Raises:
         HexadError: files that are missing or cannot be read; a tensor that is missing, unexpected, or of
@@ -73,7 +77,10 @@ class HuggingFaceModel:
         self._open = ExitStack()
         try:
             self._slices = self._opened()
-            self._forms = located(self.tensors, self._slices, model, directory)
+            further = left_out(read_config(directory), directory / CONFIG_FILE, model)
+            self._forms = located(self.tensors, self._slices, model, directory, further)
+            names = (name.removeprefix(family(model.family).base) for name in self._slices)
+            self.left_out = sum(re.fullmatch(further, name) is not None for name in names)
             self.dtypes = {
                 ours: reduce(torch.promote_types, map(self._checked, form))
                 for ours, form in self._forms.items()

@@ -103,6 +103,9 @@ class Family:
             experts' in one tensor, as a model of ``transformers`` 5 has them in memory.
         memory: our module -> its name in such a model, where files have another.
         mixture: whether a model's experts are some that the family can have.
+        further: key of ``config.json`` with the number of layers behind the last, which predict further
+            tokens and are left out.
+        types: further values of ``model_type``.
         theta: what ``transformers`` takes for a missing base of the rotary frequencies.
         base: what all published names but the head's begin with; files saved without the head lack it.
         layer: what a layer's published names begin with, after ``base``.
@@ -142,6 +145,8 @@ class Family:
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     memory: Mapping[str, str] = field(default_factory=dict)
     mixture: Callable[[ModelSettings], bool] = lambda model: model.moe is None
+    further: str = ""
+    types: tuple[str, ...] = ()
     theta: float = 10000.0
     base: str = "model."
     layer: str = "layers.{}."

@@ -36,6 +36,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "mla": {"q_rank": None, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "value_dim": 9},
         "sliding_window": 5,
     },
+    "experts": {
+        "family": "llama",
+        "kv_heads": 2,
+        "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 14, "score": "sigmoid", "shared_experts": 1},
+    },
     "longrope": {
         "family": "llama",
         "head_dim": 8,
@@ -56,6 +61,7 @@ class Degrees:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def world(self) -> int:
@@ -97,7 +103,8 @@ class Result:
 def settings(name: str | Mapping[str, Any], layout: Degrees, room: Room, **precision: Any) -> Config:
     """The configuration of a small model, or of one with the given settings, in a layout."""
     model = MODELS[name] if isinstance(name, str) else name
-    degrees = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
+    names = ("tensor", "context", "pipeline", "expert")
+    degrees = {name: getattr(layout, name) for name in names}
     inference = {"cache_tokens": room.tokens, "block": room.block}
     return config_of(
         model={"heads": 4, "vocab": 50, "init_std": 0.5, **model},

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import gcd
 from typing import Any
 
 import pytest
@@ -51,6 +52,28 @@ MODELS: dict[str, dict[str, Any]] = {
         **{key: value for key, value in COMMON.items() if key != "head_dim"},
         "family": "deepseek_v3",
         "mla": {"q_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
+    },
+    "experts": {
+        **COMMON,
+        "family": "llama",
+        "kv_heads": 6,
+        "moe": {"experts": 6, "top_k": 3, "ffn_hidden": 12, "first_dense": 1, "shared_experts": 1},
+    },
+    "groups": {
+        **COMMON,
+        "family": "llama",
+        "kv_heads": 6,
+        "moe": {
+            "experts": 6,
+            "top_k": 2,
+            "ffn_hidden": 12,
+            "score": "sigmoid",
+            "groups": 3,
+            "top_groups": 2,
+            "scale": 1.7,
+            "shared_experts": 1,
+            "shared_gate": True,
+        },
     },
     "lora": {**COMMON, "family": "llama", "kv_heads": 6, "lora": {"rank": 2, "alpha": 3}},
 }
@@ -168,6 +191,8 @@ PAIRS = [
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
     ("deepseek_v3", TRAINING[8], Degrees(tensor=2), "fp32"),
+    ("experts", {"data": 2, "tensor": 3, "expert": 6, "zero": 3}, Degrees(tensor=3, expert=3), "bf16"),
+    ("groups", {"context": 2, "data": 3, "expert": 3}, Degrees(tensor=2, context=3, expert=2), "fp32"),
 ]
 
 
@@ -187,13 +212,22 @@ def test_training_and_generation_have_the_same_bits(
 def test_every_pair_of_layouts_has_the_same_bits(name: str, dtype: str, pool: Pool) -> None:
     sequences, scores, _ = alone(name, dtype)
     for number, parallel in enumerate(TRAINING):
+        if "moe" in MODELS[name]:
+            parallel = {**parallel, "expert": _largest_expert(layout_of(parallel))}
         tokens = (12, 36, 120)[number % 3]
         world = layout_of(parallel).world
         assert pool.run(world, scored, name, parallel, dtype, tokens, sequences)[0] == scores, parallel
     for number, layout in enumerate(GENERATION):
+        if "moe" in MODELS[name]:
+            layout = replace(layout, expert=gcd(layout.tensor * layout.context, 6))
         room = ROOMS[number % len(ROOMS)]
         results = pool.run(layout.world, generated, name, layout, room, dtype)[0]
         check_generated(results, name, dtype)
+
+
+def _largest_expert(layout: Layout) -> int:
+    """The largest expert degree, of six experts."""
+    return gcd(layout.world // layout.pipeline, 6)
 
 
 def test_usual_arithmetic_differs(pool: Pool) -> None:

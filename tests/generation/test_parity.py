@@ -153,6 +153,8 @@ def check(pool: Pool, name: str, layout: Degrees, room: Room, size: tuple[int, i
         ("mistral", Degrees(context=2), "small steps"),
         ("longrope", Degrees(context=3), "small steps"),
         ("llama", Degrees(tensor=2, context=2, pipeline=2), "preemption"),
+        ("experts", Degrees(tensor=2, expert=2), "small steps"),
+        ("experts", Degrees(tensor=2, context=3, expert=3), "preemption"),
     ],
     ids=str,
 )

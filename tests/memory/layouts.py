@@ -5,8 +5,8 @@ from typing import Any
 Groups = dict[str, dict[str, Any]]
 
 # tensor, pipeline, data | more of parallel | memory | precision | model. "seq": sequence parallel (else off),
-# z: zero, r: replicas, c: context, u: context_ulysses; methods and schedules by name, "interleaved" with two
-# stages per rank.
+# z: zero, r: replicas, c: context, u: context_ulysses, e: expert, t: expert_tensor; methods and schedules by
+# name, "interleaved" with two stages per rank.
 _TABLE = """
 1 1 1 |                 | none              | fp32        | llama
 1 1 1 |                 | selective         | bf16        | gpt2
@@ -95,8 +95,33 @@ _TABLE = """
 1 1 1 | c2 ulysses      | selective         | bf16        | dropped
 1 1 1 |                 | none              | fp32        | dropped
 2 1 1 | seq             | full              | bf16        | dropped
+1 1 1 |                 | none              | fp32        | experts
+1 1 1 |                 | selective         | bf16        | experts
+1 1 1 |                 | full              | fp32        | shared experts
+1 1 1 |                 | none              | fp32        | dense and experts
+1 1 2 | e2              | none              | fp32        | experts
+1 1 2 | e2 z1           | selective         | bf16        | shared experts
+1 1 2 | e2 z3           | none              | fp32        | dense and experts
+2 1 1 | seq e2          | none              | fp32        | experts
+2 1 1 | e2              | none              | fp32        | shared experts
+2 1 1 | seq t2          | selective         | fp32        | experts
+1 2 1 | zb_h1           | none              | fp32        | experts
+1 2 1 | 1f1b            | full              | fp32        | experts
+1 1 1 | c2 e2           | none              | fp32        | experts
+1 1 4 | e4 z2           | none              | bf16        | shared experts
+1 2 2 | e2 z2 zb_v      | none              | fp32        | experts
+1 2 2 | e2 z3 interleaved | full            | bf16        | shared experts
 """
-_NUMBERS = {"z": "zero", "r": "replicas", "c": "context", "u": "context_ulysses"}
+_NUMBERS = {
+    "z": "zero",
+    "r": "replicas",
+    "c": "context",
+    "u": "context_ulysses",
+    "e": "expert",
+    "t": "expert_tensor",
+}
+_EVEN = {"experts": 8, "forced": True}
+"""A load that is as even as the plan assumes."""
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"family": "gpt2", "kv_heads": 8},
@@ -111,6 +136,21 @@ _MODELS: dict[str, dict[str, Any]] = {
     "outputs frozen": {"train": ["*.ffn.*", "*.attention.[qkv].*", "embedding*", "head*"]},
     "dropped": {"attention_dropout": 0.1},
     "window": {"family": "mistral", "sliding_window": 100},
+    "experts": {"moe": {**_EVEN, "top_k": 2, "ffn_hidden": 176}},
+    "shared experts": {
+        "moe": {**_EVEN, "top_k": 2, "ffn_hidden": 88, "shared_experts": 2, "score": "sigmoid"}
+    },
+    "dense and experts": {
+        "moe": {
+            **_EVEN,
+            "top_k": 4,
+            "ffn_hidden": 88,
+            "first_dense": 2,
+            "aux_loss": 0.1,
+            "shared_experts": 1,
+            "shared_gate": True,
+        }
+    },
 }
 
 

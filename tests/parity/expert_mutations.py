@@ -100,21 +100,6 @@ def _detached_router(mesh: Mesh) -> Patches:
     return [mock.patch("hexad.model.experts.dispatch", detached)]
 
 
-def _experts_left_out_of_the_norm(mesh: Mesh) -> Patches:
-    from hexad.optim import optimizer
-
-    original = optimizer.BucketOptimizer._norm_squared
-
-    def norm(self: Any, *rest: Any) -> Any:
-        buckets, self.buckets = self.buckets, [b for b in self.buckets if b.traits.grid == "dense"]
-        try:
-            return original(self, *rest)
-        finally:
-            self.buckets = buckets
-
-    return [mock.patch.object(optimizer.BucketOptimizer, "_norm_squared", norm)]
-
-
 def _bias_changed_twice(mesh: Mesh) -> Patches:
     original = engine_experts.Loads.adopt
 
@@ -136,14 +121,21 @@ def _loads_of_this_data_rank(mesh: Mesh) -> Patches:
 
 
 def _rows_beyond_the_last_offset(mesh: Mesh) -> Patches:
-    original = dispatch.gathered_sum
+    """As a device's grouped product leaves them, and read."""
+    total, product = dispatch.gathered_sum, grouped.product
 
-    def total(rows: torch.Tensor, places: torch.Tensor, present: Any, exactly: bool = False) -> Any:
-        return original(rows, places, None, exactly)
+    def read(rows: torch.Tensor, places: torch.Tensor, present: Any, exactly: bool = False) -> Any:
+        return total(rows, places, None, exactly)
+
+    def unwritten(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, *rest: Any) -> torch.Tensor:
+        y = product(x, weight, offsets, *rest)
+        y[offsets[-1] :] = 1.0
+        return y
 
     return [
-        mock.patch.object(dispatch, "gathered_sum", total),
-        mock.patch("hexad.parallel.expert.permutation.gathered_sum", total),
+        mock.patch.object(dispatch, "gathered_sum", read),
+        mock.patch("hexad.parallel.expert.permutation.gathered_sum", read),
+        mock.patch.object(grouped, "product", unwritten),
     ]
 
 
@@ -176,6 +168,6 @@ EXPERT_MUTATIONS = {
     "change the bias by the loads of other experts": Mutation(
         _loads_of_this_data_rank, _case(DEEPSEEK, 2), 2
     ),
-    "add rows that were dropped": Mutation(_rows_beyond_the_last_offset, _case(CAPACITY, 2)),
+    "add rows that nothing has written": Mutation(_rows_beyond_the_last_offset, _case(CAPACITY, 2)),
     "drop by the capacity of a rank": Mutation(_capacity_of_a_rank, _case(CAPACITY, tensor=2)),
 }

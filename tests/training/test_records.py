@@ -21,7 +21,7 @@ from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.model.configuration import load_config
 from hexad.planning.costs import flops_per_token, parameter_count
-from hexad.training.record import MetricsFile
+from hexad.training.record import StepsFile
 
 from ..pool import Pool
 from .command import FOUR, Process, RunFile, call
@@ -134,7 +134,7 @@ def test_log_every(make_run: MakeRun, alone: RunFile) -> None:
 def test_metrics_wait_for_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A full disk, here a limit of file sizes, stops no run; what could not be written is written later."""
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path, 0)
+    file = StepsFile(path, 0)
     file.write({"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = path.stat().st_size

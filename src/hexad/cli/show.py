@@ -27,6 +27,7 @@ from hexad.planning.memory import MemoryPlan, largest, per_pipeline_rank, predic
 from hexad.planning.serving import serving_plans
 from hexad.planning.stages import stage_costs
 from hexad.show.context import Division, context_figure, context_json, context_text
+from hexad.show.experts import experts_figure, experts_json, experts_text, read_loads
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text
 from hexad.show.memory import (
@@ -487,6 +488,17 @@ def run_command(directory: str, references: tuple[str, ...], as_json: bool, outp
     metrics = read_metrics(directory)
     figure = partial(run_figure, metrics, lines)
     _present(as_json, output, partial(summary, metrics), figure, partial(run_text, metrics))
+
+
+@show.command("experts")
+@click.argument("directory", metavar="RUN_DIR")
+@json_option
+@_output_option
+def experts_command(directory: str, as_json: bool, output: str | None) -> None:
+    """Show how a run's experts were loaded, by layer, from its experts.jsonl."""
+    loads = read_loads(directory)
+    figure = partial(experts_figure, loads)
+    _present(as_json, output, partial(experts_json, loads), figure, partial(experts_text, loads))
 
 
 @show.command("trace")

@@ -213,7 +213,11 @@ def _reduce_scatter_by_exchange(tensor: Tensor, axis: Axis, out: Tensor | None) 
 
 
 def all_to_all_async(
-    tensor: Tensor, axis: Axis, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    tensor: Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Pending:
     """Send a run of rows to every rank of the axis, and receive one from each, both in rank order.
 
@@ -222,6 +226,7 @@ def all_to_all_async(
         axis: over which.
         send: rows for each rank, ``n`` in all; by default equal parts.
         receive: rows from each rank; by default as ``send``.
+        out: where the result goes; rows beyond it stay as they are.
     """
     size, rows = axis.size, tensor.shape[0]
     if send is None and rows % size:
@@ -233,18 +238,23 @@ def all_to_all_async(
             f"all_to_all over axis {axis.name}: {rows} rows, send {send}, receive {receive} for {size} ranks"
         )
     if size == 1:
-        return Pending(tensor)
-    result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+        return _alone(tensor, out)
+    whole = tensor.new_empty((sum(receive), *tensor.shape[1:])) if out is None else out
+    result = whole[: sum(receive)]
     away = (rows - send[axis.rank]) * (tensor[:1].nbytes if rows else 0)  # all but this rank's own
     call = partial(dist.all_to_all_single, result, tensor, receive, send, group=axis.group, async_op=True)
-    return _start("all_to_all", axis, away, result, call, tensor, sent=away)
+    return _start("all_to_all", axis, away, whole, call, tensor, sent=away)
 
 
 def all_to_all(
-    tensor: Tensor, axis: Axis, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    tensor: Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """As :func:`all_to_all_async`, waited for."""
-    return all_to_all_async(tensor, axis, send, receive).wait()
+    return all_to_all_async(tensor, axis, send, receive, out).wait()
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:

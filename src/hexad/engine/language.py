@@ -79,6 +79,7 @@ class Counts(NamedTuple):
         targets: positions that have a target.
         pairs: pairs of tokens of one document.
         fewest, most: microbatches of a rank.
+        longest: tokens of a rank's part of a microbatch, at the most.
         problem: what is wrong with a rank's microbatches, in words; None if all are right.
         agreement: see :meth:`LanguageModel._agreement`.
     """
@@ -87,6 +88,7 @@ class Counts(NamedTuple):
     pairs: int
     fewest: int
     most: int
+    longest: int
     problem: str | None = None
     agreement: int = 0
 
@@ -95,7 +97,8 @@ class Counts(NamedTuple):
         fewest, most = min(self.fewest, other.fewest), max(self.most, other.most)
         targets, pairs = self.targets + other.targets, self.pairs + other.pairs
         agreement = (self.agreement + other.agreement) % _PRIME
-        return Counts(targets, pairs, fewest, most, self.problem or other.problem, agreement)
+        longest, problem = max(self.longest, other.longest), self.problem or other.problem
+        return Counts(targets, pairs, fewest, most, longest, problem, agreement)
 
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
@@ -244,7 +247,9 @@ class LanguageModel:
         _, parts, counting = self._begun(microbatches)
         placed = [part.to(self.mesh.device) for part in parts]
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
-        targets, pairs, *_ = self._counted(counting, equal=True)
+        counts = self._counted(counting, equal=True)
+        targets, pairs = counts.targets, counts.pairs
+        placed = [replace(part, most=counts.longest) for part in placed]
         if divisor is not None and (not isinstance(divisor, int) or divisor < 1):
             raise HexadError(f"divisor: found {divisor!r}, expected a number of 1 or more")
         targets = targets if divisor is None else divisor
@@ -274,9 +279,9 @@ class LanguageModel:
         _, parts, counting = self._count(microbatches)
         parallel = self.config.parallel
         divided = self.loads is not None and parallel.expert * parallel.expert_tensor > 1
-        self._counted(counting, equal=parallel.zero == 3 or divided)
+        most = self._counted(counting, equal=parallel.zero == 3 or divided).longest
         targets = sum(part.targets() for part in parts)
-        return [Task(part.to(self.mesh.device)) for part in parts], targets
+        return [Task(replace(part.to(self.mesh.device), most=most)) for part in parts], targets
 
     def _auxiliary(self, targets: int, microbatches: int) -> Auxiliary | None:
         """Sums of the layers' own losses, scaled by the divisor of the token losses times that of a mean over
@@ -360,7 +365,8 @@ class LanguageModel:
         if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
             targets = sum(m.targets() for m in parts)
             pairs = sum(m.pairs() for m in parts) if self.mesh.context.rank == 0 else 0
-        counts = Counts(targets, pairs, number, number, problem, self._agreement(parts))
+        longest = max((part.tokens.numel() for part in parts), default=0)
+        counts = Counts(targets, pairs, number, number, longest, problem, self._agreement(parts))
         return _Counting(microbatches, parts, merging(counts, self._counting, Counts.plus))
 
     def _counted(self, counting: Future[Counts], equal: bool) -> Counts:

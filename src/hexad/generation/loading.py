@@ -16,6 +16,7 @@ from hexad.launching.environment import environment
 from hexad.model.attention import AttentionCore
 from hexad.model.latent_attention import LatentAttention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
+from hexad.parallel.sharding import wide_parameters
 from hexad.topology.mesh import Mesh
 
 from .blocks import BlockPool
@@ -65,10 +66,15 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
 
 def converted(model: Transformer, dtype: torch.dtype) -> Transformer:
     """The model in the number format that it computes in, with the kernels for it."""
+    wide = [parameter for module in model.modules() for parameter in wide_parameters(module)]
+    values = [parameter.data for parameter in wide]
     for module in model.modules():
         if isinstance(module, AttentionCore):
             module.use_kernel(model.shard.device, dtype)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    for parameter, value in zip(wide, values):
+        parameter.data = value
+    return model
 
 
 def make_replica(

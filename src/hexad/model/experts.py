@@ -37,9 +37,17 @@ class Experts(ShardedModule):
             kind, settings.experts, ranks, allowance if static else None, shard.exact
         )
 
-    def forward(self, x: Tensor, routing: Routing, where: Geometry, unused: bool) -> Tensor:
-        """``x [rows, hidden]`` -> the sum of its experts' outputs; ``unused``: of what shape it is only."""
-        route, weights = self.dispatcher.route(routing.experts, routing.complete), routing.weights
+    def forward(self, x: Tensor, routing: Routing, where: Geometry, most: int, unused: bool) -> Tensor:
+        """``x [rows, hidden]`` -> the sum of its experts' outputs.
+
+        Args:
+            x: this rank's rows.
+            routing: of these.
+            where: the tokens' geometry.
+            most: rows of any rank.
+            unused: the result is not used but for its shape.
+        """
+        route, weights = self.dispatcher.route(routing.experts, routing.complete, most), routing.weights
         if where.auxiliary is not None:
             counts = routing.counts
             if counts is not None and route.missed is not None:
@@ -114,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         divides = self.shard.tensor.size > 1 and not self.shard.sequence
         part, rows = self._part(x, where, divides)
-        y = self.experts(part, self.router(part, where, rows), where, self.unused)
+        y = self.experts(part, self.router(part, where, rows), where, rows.most, self.unused)
         if divides:
             y = mapped(y, self.shard.tensor, gather_first, slice_first)[: len(x)]
         if self.shared is None:
@@ -128,11 +136,10 @@ class MixtureOfExperts(nn.Module):
         numbers = spans.numbers
         if numbers is None:
             numbers = torch.arange(spans.tokens, device=x.device)
-        if axis.size == 1:
-            return x, Rows(numbers)
         share = -(-len(numbers) // axis.size)
-        numbers = numbers[axis.rank * share : (axis.rank + 1) * share]
+        most = share if spans.most is None else -(-spans.most // axis.size)
+        rows = Rows(numbers[axis.rank * share : (axis.rank + 1) * share], most)
         if not divides:
-            return x, Rows(numbers)
+            return x, rows
         x = F.pad(x, (0, 0, 0, share * axis.size - len(x)))
-        return mapped(x, axis, slice_first, gather_first), Rows(numbers)
+        return mapped(x, axis, slice_first, gather_first), rows

@@ -45,9 +45,11 @@ class Rows(NamedTuple):
 
     Attributes:
         numbers: int64 ``[tokens]``, in the microbatch; rows behind these are no tokens.
+        most: rows of any rank at the same time.
     """
 
     numbers: Tensor
+    most: int
 
     @property
     def tokens(self) -> int:

@@ -211,6 +211,12 @@ class ShardedModule(nn.Module):
             self.declarations[name] = declaration
 
 
+def wide_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The module's own parameters that keep the format of master values."""
+    declarations = module.declarations.items() if isinstance(module, ShardedModule) else ()
+    return [getattr(module, name) for name, declared in declarations if declared.weights[0].wide]
+
+
 @dataclass(frozen=True)
 class Declared:
     """A parameter found in a module.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hexad.config import Config, ConfigError, divisors
 from hexad.config.model import MoeSettings
+from hexad.topology.layout import Layout
 
 
 def expert_problems(config: Config) -> Iterator[ConfigError]:
@@ -30,7 +31,31 @@ def expert_problems(config: Config) -> Iterator[ConfigError]:
                 f"parallel.{name}",
                 f"found {degree}, which does not divide model.moe.{what} {size}; use {divisors(size)}",
             )
+    shared = moe.shared_experts * width
+    if shared % parallel.tensor:
+        yield ConfigError(
+            "parallel.tensor",
+            f"found {parallel.tensor}, which does not divide the shared experts' width {shared} "
+            f"(model.moe.shared_experts x ffn_hidden); use {divisors(shared)}",
+        )
     yield from _arithmetic(config, moe)
+
+
+def check_replica(layout: Layout) -> None:
+    """Refuse experts that are divided among replicas of generation, which compute at different times.
+
+    Raises:
+        ConfigError: such a degree.
+    """
+    if layout.contains(("tensor", "context"), ("expert", "expert_tensor")):
+        return
+    ranks = layout.tensor * layout.context
+    raise ConfigError(
+        "parallel.expert",
+        f"found expert {layout.expert} x expert_tensor {layout.expert_tensor}, but generation divides "
+        f"experts among the tensor {layout.tensor} x context {layout.context} ranks of a replica; "
+        f"use {divisors(ranks)}",
+    )
 
 
 def _choice(moe: MoeSettings) -> Iterator[ConfigError]:

@@ -19,8 +19,10 @@ from hexad.model.configuration import build_config
 from hexad.model.families import family
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.pretrained import hugging_face_directory
+from hexad.topology.layout import Layout
 
 from .checks import check_stages, planned_layout
+from .expert_checks import check_replica
 from .resolve import resolve
 
 _LONGEST = 4096
@@ -188,6 +190,7 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int, field: str = "--
         )
     check_stages(parallel)
     parallel = parallel.model_copy(update={"data": replicas})
+    check_replica(Layout.from_settings(parallel, ranks))
     sequence = max(parallel.context, data.sequence // parallel.context * parallel.context)
     data = data.model_copy(update={"sequence": sequence})
     batch = config.batch.model_copy(update={"micro": 1, "global_": replicas})

@@ -15,6 +15,7 @@ from hexad.parallel.inventory import Execution, Position, Positions, Product, te
 
 from . import Resolved
 from .checks import check_stages
+from .expert_checks import check_replica
 from .memory import rank_stages
 
 _LOGITS = 4 + 4
@@ -64,6 +65,7 @@ def serving_plans(resolved: Resolved, capacity: int | None) -> list[ServingPlan]
         ConfigError: a schedule, or stages, that generation does not have.
     """
     check_stages(resolved.config.parallel)
+    check_replica(resolved.layout)
     plans = []
     for pipeline in range(resolved.layout.pipeline):
         (stage,) = rank_stages(resolved, pipeline).values()

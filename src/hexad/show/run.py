@@ -65,7 +65,17 @@ def read_metrics(directory: str | Path) -> Metrics:
     Raises:
         HexadError: no such file, no complete line, or a damaged line (named by its number).
     """
-    path = Path(directory) / METRICS
+    lines = read_steps(Path(directory) / METRICS)
+    return Metrics(Path(directory), tuple(lines))
+
+
+def read_steps(path: Path) -> list[Mapping[str, Any]]:
+    """Read a file with a line of JSON for each logged step, in the order of steps; of a step that was logged
+    twice the later line.
+
+    Raises:
+        HexadError: as :func:`read_metrics`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +91,7 @@ def read_metrics(directory: str | Path) -> Metrics:
             steps[parsed["step"]] = parsed
     if not steps:
         raise HexadError(f"{path}: has no complete line yet; wait for the first logged step")
-    return Metrics(Path(directory), tuple(steps[step] for step in sorted(steps)))
+    return [steps[step] for step in sorted(steps)]
 
 
 def _parse(line: str, where: str) -> dict[str, Any]:
@@ -149,14 +159,14 @@ def run_text(metrics: Metrics) -> RenderableType:
     for label, values, show in rows:
         if values:
             numbers = (values[0], values[-1], min(values), max(values))
-            table.add_row(label, *map(show, numbers), _sparkline(values))
+            table.add_row(label, *map(show, numbers), sparkline(values))
     notes = [] if metrics.sent() else ["nothing was sent to other ranks"]
     if metrics.skipped:
         notes.append(f"{len(metrics.skipped)} of {len(metrics.lines)} logged steps were skipped")
     return Group(Text(str(metrics.directory), style="bold"), table, *notes)
 
 
-def _sparkline(values: Sequence[float]) -> str:
+def sparkline(values: Sequence[float]) -> str:
     """``values`` as a row of bars, each the mean of an equal part of them."""
     width = min(_MOST_BARS, len(values))
     bounds = [index * len(values) // width for index in range(width + 1)]

@@ -19,6 +19,7 @@ from hexad.dataset.load.loader import DataLoader, loader_from_config
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import ValidationSets, total
+from hexad.engine.experts import Reports
 from hexad.engine.faults import StepResult
 from hexad.engine.modules import dtype_line
 from hexad.launching.environment import environment
@@ -37,7 +38,7 @@ from hexad.topology.mesh import Mesh
 from .callbacks import Callback, Outcome, checked_callbacks
 from .pace import Pace, collected_by_step
 from .profile import StepProfile, timeline_text
-from .record import Metrics, Recorder
+from .record import EXPERT_LAYERS, Metrics, Recorder
 from .rundir import open_run_directory
 from .saves import Saves
 
@@ -377,6 +378,7 @@ class Trainer:
             "skipped": result.skipped,
             **({"loss_scale": result.loss_scale} if self.engine.scaler.active else {}),
             **({"auxiliary": dict(result.auxiliary)} if result.auxiliary else {}),
+            **_experts(result.experts),
         }
 
     def _impatient(self) -> bool:
@@ -412,6 +414,20 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets |
     if not config.validate_.every:
         return training, None
     return training, ValidationSets(config, mesh, tokenizer)
+
+
+def _experts(loads: Reports) -> Metrics:
+    """The metrics of experts: of all layers together, and of each."""
+    if not loads:
+        return {}
+    layers = loads.values()
+    whole = {
+        "imbalance": max(load.imbalance for load in layers),
+        "entropy": sum(load.entropy for load in layers) / len(layers),
+        "dropped": sum(load.dropped for load in layers),
+    }
+    by_layer = {str(number): load.as_tree() for number, load in loads.items()}
+    return {"experts": whole, EXPERT_LAYERS: by_layer}
 
 
 def _memory(device: torch.device) -> dict[str, int]:

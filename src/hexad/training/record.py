@@ -38,8 +38,12 @@ class Sink(Protocol):
         ...
 
 
-class MetricsFile:
-    """``metrics.jsonl``: one JSON object per logged step.
+EXPERT_LAYERS = "expert_layers"
+"""The metric that has a file of its own: loads of every expert, which may be many numbers."""
+
+
+class StepsFile:
+    """One JSON object per logged step: ``metrics.jsonl``, or ``experts.jsonl``.
 
     Lines of steps after ``last_step`` (of a run that died, about to be repeated) are removed. Lines that
     cannot be written, as on a full disk, wait in memory for the next step, so that training continues.
@@ -196,7 +200,10 @@ class Recorder:
     def __init__(self, config: Config, last_step: int) -> None:
         directory = Path(config.run.dir)
         try:
-            self._sinks: list[Sink] = [MetricsFile(directory / "metrics.jsonl", last_step)]
+            self._sinks: list[Sink] = [StepsFile(directory / "metrics.jsonl", last_step)]
+            self._experts: StepsFile | None = None
+            if config.model.moe is not None:
+                self._experts = StepsFile(directory / "experts.jsonl", last_step)
         except OSError as error:
             raise HexadError(f"run.dir: {error.filename}: cannot be written: {error.strerror}") from None
         if config.log.tensorboard:
@@ -207,17 +214,21 @@ class Recorder:
 
     def write(self, metrics: Metrics) -> None:
         """Write one step's metrics to every sink."""
+        metrics = dict(metrics)
+        layers = metrics.pop(EXPERT_LAYERS, None)
         for sink in self._sinks:
             sink.write(metrics)
+        if self._experts is not None and layers is not None:
+            self._experts.write({"step": metrics["step"], "layers": layers})
 
     def rewind(self, last_step: int) -> None:
         """Remove steps after ``last_step`` in every sink that can."""
-        for sink in self._sinks:
+        for sink in (*self._sinks, *([self._experts] if self._experts else [])):
             sink.rewind(last_step)
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for sink in reversed(self._sinks):
+        for sink in (*([self._experts] if self._experts else []), *reversed(self._sinks)):
             sink.close()

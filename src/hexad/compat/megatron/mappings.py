@@ -92,7 +92,10 @@ def all_to_all(
     sizes = input_split_sizes, output_split_sizes_
 
     def exchanged(x: Tensor, axis: Axis, *sizes: Sequence[int] | None) -> Tensor:
-        return regions.identity(x, axis) if axis.size == 1 else exchange(x.contiguous(), axis, *sizes)
+        send, receive = sizes or (None, None)
+        if axis.size == 1:
+            return regions.identity(x, axis)
+        return exchange(x.contiguous(), axis, send, receive)
 
     return _mapped(
         input_,

@@ -32,6 +32,7 @@ class Microbatch:
             positions are then confined to each document.
         slice: of a part, which context rank holds which tokens; else None.
         numbers: of a part, int64 ``[tokens]``: the tokens' places in the flattened microbatch.
+        most: tokens that any rank holds of its microbatch at the same time; None: as many as this one.
         extras: further values of the tokens, by name, for a loss of one's own: ``[sequences, sequence,
             ...]``; ``[1, tokens, ...]`` of a part.
     """
@@ -41,6 +42,7 @@ class Microbatch:
     documents: tuple[int, ...] | None = None
     slice: Slice | None = None
     numbers: Tensor | None = None
+    most: int | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -57,7 +59,7 @@ class Microbatch:
     def spans(self) -> Spans:
         """Its sequences or documents, the same object for all stages."""
         total = self.sequences * self.length
-        return Spans(total, self.sequences, self.documents, self.slice, self.numbers)
+        return Spans(total, self.sequences, self.documents, self.slice, self.numbers, self.most)
 
     @classmethod
     def of_sequences(

@@ -23,6 +23,7 @@ class Spans:
         bounds: where documents begin, and the total at the end; None where every sequence is one span.
         slice: which context rank holds which of the tokens; None where every rank has all.
         numbers: int64, with a slice, those of the tokens that this rank holds.
+        most: tokens that any rank holds of its microbatch at the same time; None: as many as this one.
     """
 
     tokens: int
@@ -30,6 +31,7 @@ class Spans:
     bounds: Sequence[int] | None = None
     slice: Slice | None = None
     numbers: Tensor | None = None
+    most: int | None = None
     _offsets: Tensor | None = None
 
     @cached_property

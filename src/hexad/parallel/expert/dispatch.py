@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_to_all, reduce_scatter
 from hexad.topology.mesh import ExpertRanks
@@ -98,11 +99,14 @@ class Gathered(Route):
     Attributes:
         permutation: of the pairs of all tokens whose experts this rank has.
         ranks: the group.
+        tokens, most: of this rank, and of the rank that has most: others gather padding.
         missed: see :class:`Route`.
     """
 
     permutation: Permutation
     ranks: ExpertRanks
+    tokens: int
+    most: int
     missed: Tensor | None = None
 
     @property
@@ -112,19 +116,29 @@ class Gathered(Route):
 
     def scatter(self, x: Tensor) -> Tensor:
         """See :class:`Route`."""
-        return self.permutation.rows_of(all_gather(x.contiguous(), self.ranks.axis))
+        return self.permutation.rows_of(self._whole(x))
 
     def collect(self, rows: Tensor) -> Tensor:
         """See :class:`Route`."""
-        return reduce_scatter(self.permutation.sums_of(rows), self.ranks.axis)
+        return reduce_scatter(self.permutation.sums_of(rows), self.ranks.axis)[: self.tokens]
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
         """See :class:`Route`."""
-        return self.permutation.values_of(all_gather(pairs.contiguous(), self.ranks.axis))
+        return self.permutation.values_of(self._whole(pairs))
 
     def collect_pairs(self, values: Tensor) -> Tensor:
         """See :class:`Route`."""
-        return reduce_scatter(self.permutation.pairs_of(values).contiguous(), self.ranks.axis)
+        pairs = self.permutation.pairs_of(values).contiguous()
+        return reduce_scatter(pairs, self.ranks.axis)[: self.tokens]
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        return all_gather(_padded(x, self.most).contiguous(), self.ranks.axis)
+
+
+def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
+    """``x [rows, columns]`` with more rows, of one value."""
+    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)), value=value)
 
 
 @dataclass(frozen=True)
@@ -181,15 +195,10 @@ class Exchanged(Route):
         return all_to_all(rows, self.ranks.axis, self.send, self.receive)[self.arrived.order]
 
     def _back(self, rows: Tensor) -> Tensor:
-        """The inverse of :meth:`_out`."""
-        return _at_least_one(
-            all_to_all(rows[self.arrived.places[:, 0]], self.ranks.axis, self.receive, self.send)
-        )
-
-
-def _at_least_one(rows: Tensor) -> Tensor:
-    """Rows, of which those that do not exist may be read as the first."""
-    return rows if len(rows) else rows.new_zeros((1, *rows.shape[1:]))
+        """The inverse of :meth:`_out`, and a row for pairs that have none."""
+        back = rows.new_empty((len(self.order) + 1, *rows.shape[1:]))
+        sent = rows[self.arrived.places[:, 0]]
+        return all_to_all(sent, self.ranks.axis, self.receive, self.send, back)
 
 
 @dataclass(frozen=True)
@@ -216,30 +225,34 @@ class Dispatcher:
         """Experts of this rank."""
         return self.experts // self.ranks.experts
 
-    def route(self, experts: Tensor, complete: bool = False) -> Route:
+    def route(self, experts: Tensor, complete: bool = False, most: int | None = None) -> Route:
         """The route of a microbatch's pairs; all ranks of the group together.
 
         Args:
             experts: int64 ``[tokens, top_k]``; ``self.experts`` for pairs that are not sent anywhere.
             complete: all pairs are sent.
+            most: tokens of the rank that has most; None: all have as many.
         """
+        most = len(experts) if most is None else most
         if self.ranks.axis.size == 1:
             return Local(Permutation.of(experts, self.experts, complete=complete), self.exactly)
         if self.kind == "all_gather":
-            return self._gathered(experts)
-        return self._exchanged(experts)
+            return self._gathered(experts, most)
+        return self._exchanged(experts, most)
 
-    def _gathered(self, experts: Tensor) -> Route:
-        axis, (tokens, top_k) = self.ranks.axis, experts.shape
-        mine = all_gather(experts.contiguous(), axis) - self.ranks.place * self.local
+    def _gathered(self, experts: Tensor, most: int) -> Route:
+        axis, top_k = self.ranks.axis, experts.shape[1]
+        every = all_gather(_padded(experts, most, self.experts).contiguous(), axis)
+        mine = every - self.ranks.place * self.local
         mine = torch.where((mine >= 0) & (mine < self.local), mine, self.local)
         if self.allowance is None:
-            rows = max(1, int((mine < self.local).sum()))
-            return Gathered(Permutation.of(mine, self.local, rows), self.ranks)
-        even = tokens * top_k * self.ranks.slices
-        rows = min(ceil(self.allowance * even), axis.size * tokens * min(top_k, self.local))
+            permutation = Permutation.of(mine, self.local, int((mine < self.local).sum()))
+            return Gathered(permutation, self.ranks, len(experts), most)
+        even = most * top_k * self.ranks.slices
+        rows = min(ceil(self.allowance * even), axis.size * most * min(top_k, self.local))
         missed = ((mine < self.local).sum() - rows).clamp(min=0)
-        return Gathered(Permutation.of(mine, self.local, rows), self.ranks, missed)
+        permutation = Permutation.of(mine, self.local, rows)
+        return Gathered(permutation, self.ranks, len(experts), most, missed)
 
     def _destinations(self, experts: Tensor) -> Tensor:
         """Numbers by which pairs are sorted for sending, ``slices`` for each pair, ``[tokens, top_k *
@@ -257,28 +270,39 @@ class Dispatcher:
             table[expert, part] = rank
         return table.to(ranks.axis.device)
 
-    def _exchanged(self, experts: Tensor) -> Route:
+    def _exchanged(self, experts: Tensor, most: int) -> Route:
         size = self.ranks.axis.size
         sending = Permutation.of(self._destinations(experts), size * self.local)
         ends = sending.offsets.view(size, self.local)
         counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(size, self.local)
         if self.allowance is not None:
-            return self._in_slots(sending, counts, experts)
+            return self._in_slots(sending, counts, most * experts.shape[1], most)
         arriving = all_to_all(counts, self.ranks.axis)
         send, receive = counts.sum(1).tolist(), arriving.sum(1).tolist()
         ids = torch.arange(self.local).repeat(size).repeat_interleave(arriving.flatten())
         arrived = Permutation.of(ids[:, None], self.local, complete=True)
-        order = sending.order[: sum(send)]
+        rows = sum(send)
         assert sending.present is not None
-        sent = order, sending.places, sending.present
-        return Exchanged(*sent, arrived, self.ranks, send, receive, self.ranks.slices, self.exactly)
+        places = sending.places.clamp(max=rows)
+        return Exchanged(
+            sending.order[:rows],
+            places,
+            sending.present,
+            arrived,
+            self.ranks,
+            send,
+            receive,
+            self.ranks.slices,
+            self.exactly,
+        )
 
-    def _in_slots(self, sending: Permutation, counts: Tensor, experts: Tensor) -> Route:
-        """A route in which each rank has as many slots for each other one: sizes that the host knows."""
-        size, device, (tokens, top_k) = self.ranks.axis.size, counts.device, experts.shape
+    def _in_slots(self, sending: Permutation, counts: Tensor, pairs: int, most: int) -> Route:
+        """A route in which each rank has as many slots for each other one: sizes that the host knows, given
+        the largest numbers of pairs and tokens of a rank."""
+        size, device = self.ranks.axis.size, counts.device
         assert self.allowance is not None and sending.present is not None
-        even = tokens * top_k * self.ranks.slices / size
-        slots = max(1, min(ceil(self.allowance * even), tokens * min(top_k, self.local)))
+        even = pairs * self.ranks.slices / size
+        slots = max(1, min(ceil(self.allowance * even), most * min(pairs // max(1, most), self.local)))
         ends = sending.offsets.view(size, self.local)[:, -1].long()
         starts = ends - counts.sum(1)
         # Of the rows of each expert, those that fit behind the ones before.
@@ -287,13 +311,12 @@ class Dispatcher:
         numbers = torch.arange(slots, device=device)
         order = sending.order[(starts[:, None] + numbers).clamp(max=len(sending.order) - 1)].flatten()
         ids = torch.searchsorted(arriving.cumsum(1), numbers.expand(size, slots).contiguous(), right=True)
-        arrived = Permutation.of(ids.view(-1, 1), self.local)
         # Every slot is sent back, also empty ones: each has a row of its own.
-        arrived = arrived._replace(places=arrived.order.argsort()[:, None], present=None)
+        arrived = Permutation.of(ids.view(-1, 1), self.local, complete=True)
         rank = torch.searchsorted(ends, sending.places, right=True).clamp(max=size - 1)
         within = sending.places - starts[rank]
         present = sending.present & (within < slots)
-        places = torch.where(present, rank * slots + within, 0)
+        places = torch.where(present, rank * slots + within, size * slots)
         missed = counts.sum() - fitting.sum()
         sent = order, places, present, arrived, self.ranks, None, None
         return Exchanged(*sent, self.ranks.slices, self.exactly, missed)

@@ -17,8 +17,9 @@ class Permutation(NamedTuple):
     """Where pairs stand when they are sorted by expert.
 
     Attributes:
-        order: int64 ``[rows]``, the pair of each row; rows beyond the last offset belong to none.
-        places: int64 ``[tokens, pairs per token]``, the row of each pair; 0 of those that have none.
+        order: int64 ``[rows]``, the pair of each row; rows from the last offset on belong to none.
+        places: int64 ``[tokens, pairs per token]``, the row of each pair. Pairs without one have the last
+            row, which then belongs to no pair.
         present: bool ``[tokens, pairs per token]``, whether a pair has a row; None where all have.
         offsets: int32 ``[experts]``, where the rows of each expert end.
     """
@@ -29,25 +30,25 @@ class Permutation(NamedTuple):
     offsets: Tensor
 
     @classmethod
-    def of(cls, experts: Tensor, count: int, rows: int | None = None, complete: bool = False) -> Permutation:
+    def of(cls, experts: Tensor, count: int, most: int | None = None, complete: bool = False) -> Permutation:
         """The permutation of pairs.
 
         Args:
             experts: int64 ``[tokens, pairs per token]``, of each pair; ``count`` or more of those without a
                 row.
             count: of experts.
-            rows: how many there are at the most; by default one of every pair. Pairs beyond have no row.
+            most: pairs that have a row at the most, the first ones in the order of experts; None for all.
             complete: every pair has a row.
         """
-        ids, order = experts.flatten().sort(stable=True)
-        offsets = torch.searchsorted(ids, torch.arange(count, device=ids.device), right=True, out_int32=True)
+        order, offsets = sorted_by(experts.flatten(), count)
         places = order.argsort().view(experts.shape)
         if complete:
             return cls(order, places, None, offsets)
+        most = len(order) if most is None else min(most, len(order))
+        offsets = offsets.clamp(max=most)
         present = places < offsets[-1]
-        if rows is not None and rows < len(order):
-            order, present, offsets = order[:rows], present & (places < rows), offsets.clamp(max=rows)
-        return cls(order, torch.where(present, places, 0), present, offsets)
+        order = torch.cat((order[:most], order.new_zeros(1)))
+        return cls(order, torch.where(present, places, most), present, offsets)
 
     @property
     def pairs_per_token(self) -> int:
@@ -56,6 +57,8 @@ class Permutation(NamedTuple):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]`` -> ``[rows, hidden]``: the token of each row."""
+        if not len(x):
+            return x.new_zeros((len(self.order), x.shape[1]))
         return x[self.order // self.pairs_per_token]
 
     def sums_of(self, rows: Tensor, exactly: bool = False) -> Tensor:
@@ -65,6 +68,8 @@ class Permutation(NamedTuple):
 
     def values_of(self, pairs: Tensor) -> Tensor:
         """``[tokens, pairs per token]`` -> ``[rows]``: the value of each row's pair."""
+        if not pairs.numel():
+            return pairs.new_zeros(len(self.order))
         return pairs.flatten()[self.order]
 
     def pairs_of(self, values: Tensor) -> Tensor:
@@ -73,12 +78,20 @@ class Permutation(NamedTuple):
         return pairs if self.present is None else torch.where(self.present, pairs, 0)
 
 
+def sorted_by(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(int64, places of int64 ``ids`` in ascending order of these, equal ones in order; int32 ``[count]``: of
+    each number, where its places end)."""
+    ids, order = ids.sort(stable=True)
+    numbers = torch.arange(count, device=ids.device)
+    return order, torch.searchsorted(ids, numbers, right=True, out_int32=True)
+
+
 def gathered_sum(rows: Tensor, places: Tensor, present: Tensor | None, exactly: bool = False) -> Tensor:
     """Sums of rows.
 
     Args:
         rows: ``[rows, hidden]``.
-        places: int64 ``[sums, terms]``, the row of each term.
+        places: int64 ``[sums, terms]``, the row of each term; the last row for terms that do not count.
         present: bool, which terms count; None for all.
         exactly: add in float64, one term after the other.
 
@@ -93,14 +106,8 @@ def gathered_sum(rows: Tensor, places: Tensor, present: Tensor | None, exactly: 
             values = rows[places[:, term]].double()
             total += values if present is None else torch.where(present[:, term, None], values, 0.0)
         return total.to(rows.dtype)
-    weights = None if present is None else present.to(rows.dtype)
-    total, *_ = torch.embedding_bag(
-        rows,
-        places.flatten(),
-        torch.arange(0, places.numel(), places.shape[1], device=places.device),
-        False,
-        0,  # sum
-        False,
-        None if weights is None else weights.flatten(),
-    )
+    starts = torch.arange(0, places.numel(), places.shape[1], device=places.device)
+    last = None if present is None else len(rows) - 1
+    by_sum = 0
+    total, *_ = torch.embedding_bag(rows, places.flatten(), starts, False, by_sum, False, None, False, last)
     return total

@@ -6,7 +6,7 @@ from typing import Any
 from hexad.config.model import ModelSettings
 
 from .deepseek_v3 import FAMILY as DEEPSEEK_V3
-from .deepseek_v3 import has_shared, latent_keys, latent_settings, shared_keys, shared_settings
+from .deepseek_v3 import has_shared, latent_keys, latent_settings, latent_shape, shared_keys, shared_settings
 from .family import ConfigFile
 from .mixture import normalised
 
@@ -42,6 +42,8 @@ def _mixture(model: ModelSettings) -> bool:
     return moe is None or (has_shared(model) and not moe.biased and not normalised(moe))
 
 
+_LITE = {"experts": 64, "top_k": 6, "ffn_hidden": 1408, "shared_experts": 2}
+
 FAMILY = replace(
     DEEPSEEK_V3,
     name="deepseek_v2",
@@ -76,4 +78,16 @@ FAMILY = replace(
     also={"scoring_func": ("softmax",), "norm_topk_prob": (False,), "moe_layer_freq": (1,)},
     read=_read,
     write=_write,
+    contexts={"deepseek-v2-lite": 32768},
+    presets={
+        # deepseek-ai/DeepSeek-V2-Lite (arXiv 2405.04434, appendix B)
+        "deepseek-v2-lite": latent_shape(
+            (27, 2048, 16, 16, 10944),
+            102400,
+            {**_LITE, "score": "softmax_topk", "normalise": False, "first_dense": 1},
+            q_rank=None,
+            scaling={"factor": 40.0},
+            magnitude=0.707,
+        ),
+    },
 )

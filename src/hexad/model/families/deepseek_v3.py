@@ -8,8 +8,9 @@ from typing import Any
 from hexad.config import ConfigError
 from hexad.config.model import ModelSettings, MoeSettings
 
-from .family import ConfigFile, Family
+from .family import ConfigFile, Family, Shape
 from .llama import FAMILY as LLAMA
+from .llama import Sizes, llama_shape
 from .mixture import expert_layers, normalised
 from .qwen3_moe import FAMILY as QWEN3_MOE
 
@@ -168,6 +169,35 @@ def _magnitudes(model: ModelSettings) -> dict[str, Any]:
     return {"rope_scaling": rope}
 
 
+def latent_shape(
+    sizes: Sizes,
+    vocab: int,
+    moe: dict[str, Any],
+    *,
+    q_rank: int | None = 1536,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
+    scaling: dict[str, Any] | None = None,
+    magnitude: float = 1.0,
+) -> Shape:
+    """A preset; ``scaling`` by YaRN, with ``magnitude`` for its ``mscale`` and ``mscale_all_dim``."""
+    mla = {"q_rank": q_rank, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    shape = llama_shape(sizes, vocab, theta, eps=eps, head_dim=192)
+    if scaling is None:
+        return {**shape, "mla": mla, "moe": moe}
+    scale = _magnitude(scaling["factor"], magnitude) ** 2 / sqrt(192)
+    yarn = {"type": "yarn", "original_positions": 4096, "attention_factor": 1.0, **scaling}
+    return {**shape, "mla": mla, "moe": moe, "rope_scaling": yarn, "attention_multiplier": scale}
+
+
+def _sigmoid(
+    experts: int, top_k: int, width: int, shared: int, scale: float, **others: int
+) -> dict[str, Any]:
+    """Experts of a preset, chosen by sigmoids."""
+    sizes = {"experts": experts, "top_k": top_k, "ffn_hidden": width, "shared_experts": shared}
+    return {**sizes, "score": "sigmoid", "scale": scale, "first_dense": 1, **others}
+
+
 FAMILY = Family(
     name="deepseek_v3",
     classes=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
@@ -231,4 +261,31 @@ FAMILY = Family(
     reads=("n_routed_experts",),
     read=_read,
     write=_write,
+    contexts={"deepseek-v3": 131072, "moonlight": 8192, "kimi-k2": 131072},
+    presets={
+        # deepseek-ai/DeepSeek-V3 (arXiv 2412.19437), without the layer that predicts a further token
+        "deepseek-v3": latent_shape(
+            (61, 7168, 128, 128, 18432),
+            129280,
+            _sigmoid(256, 8, 2048, 1, 2.5, groups=8, top_groups=4, first_dense=3),
+            scaling={"factor": 40.0},
+        ),
+        # moonshotai/Moonlight-16B-A3B (arXiv 2502.16982)
+        "moonlight-16b-a3b": latent_shape(
+            (27, 2048, 16, 16, 11264),
+            163840,
+            _sigmoid(64, 6, 1408, 2, 2.446),
+            q_rank=None,
+            theta=50000.0,
+            eps=1e-5,
+        ),
+        # moonshotai/Kimi-K2-Base (arXiv 2507.20534)
+        "kimi-k2": latent_shape(
+            (61, 7168, 64, 64, 18432),
+            163840,
+            _sigmoid(384, 8, 2048, 1, 2.827),
+            theta=50000.0,
+            scaling={"factor": 32.0, "beta_fast": 1.0},
+        ),
+    },
 )

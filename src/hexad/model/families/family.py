@@ -181,6 +181,16 @@ class Family:
             names.append(self._published(before, rest, self.memory))
         return tuple(names)
 
+    def names(self, name: str, expert: int = 0) -> tuple[str, ...]:
+        """All published names of one of our tensors or of a module; of a stack of experts' matrices, those of
+        one expert too. Empty where the family has none."""
+        if self.of_experts(name):
+            return (*self.spellings(name), *(path.format(expert) for path in self.expert_names(name)))
+        try:
+            return self.spellings(name)
+        except KeyError:
+            return ()
+
     def of_experts(self, name: str) -> bool:
         """Whether one of our tensors is published expert by expert."""
         return _in_layer(name)[1] in self.experts

@@ -5,7 +5,8 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import ConfigFile
+from .family import ConfigFile, Shape
+from .llama import Sizes, llama_shape
 from .mistral import FAMILY as MISTRAL
 from .mixture import chosen_by_softmax, expert_layers, normalised, softmax_weights
 
@@ -40,6 +41,14 @@ def _mixture(model: ModelSettings) -> bool:
     return moe is not None and every and chosen_by_softmax(model) and normalised(moe)
 
 
+def _preset(sizes: Sizes) -> Shape:
+    """mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1: arXiv 2401.04088."""
+    return {
+        **llama_shape(sizes, 32000, 1000000.0),
+        "moe": {"experts": 8, "top_k": 2, "ffn_hidden": sizes[-1]},
+    }
+
+
 FAMILY = replace(
     MISTRAL,
     name="mixtral",
@@ -72,6 +81,9 @@ FAMILY = replace(
     reads=("num_local_experts",),
     read=_read,
     write=_write,
-    contexts={},
-    presets={},
+    contexts={"mixtral-8x7b": 32768, "mixtral-8x22b": 65536},
+    presets={
+        "mixtral-8x7b": _preset((32, 4096, 32, 8, 14336)),
+        "mixtral-8x22b": _preset((56, 6144, 48, 8, 16384)),
+    },
 )

@@ -5,7 +5,8 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import ConfigFile
+from .family import ConfigFile, Shape
+from .llama import Sizes, llama_shape
 from .mixture import chosen_by_softmax, expert_layers, normalised, softmax_weights, whole_numbers
 from .qwen3 import FAMILY as QWEN3
 
@@ -48,6 +49,12 @@ def _write(model: ModelSettings) -> dict[str, Any]:
     }
 
 
+def _preset(sizes: Sizes, width: int) -> Shape:
+    """Qwen/Qwen3-30B-A3B, -235B-A22B: arXiv 2505.09388."""
+    shape = llama_shape(sizes, 151936, 1000000.0, eps=1e-6, head_dim=128)
+    return {**shape, "moe": {"experts": 128, "top_k": 8, "ffn_hidden": width}}
+
+
 _LACKED = ("max_window_layers", "head_dim")
 
 FAMILY = replace(
@@ -83,6 +90,9 @@ FAMILY = replace(
     layer_types=("full_attention",),
     read=_read,
     write=_write,
-    contexts={},
-    presets={},
+    contexts={"qwen3-": 32768},
+    presets={
+        "qwen3-30b-a3b": _preset((48, 2048, 32, 4, 6144), 768),
+        "qwen3-235b-a22b": _preset((94, 4096, 64, 4, 12288), 1536),
+    },
 )

@@ -285,8 +285,10 @@ def different_setting(
         if isinstance(has, dict):  # of an older version, without what its defaults are now
             has = ModelSettings.model_validate({name: has}).model_dump(mode="json")[name]
         if name == "moe" and has is not None and value is not None:
-            keys = [key for key in value if key not in MoeSettings.OF_TRAINING]
-            has, value = ({key: tree[key] for key in keys} for tree in (has, value))
+            others = (key for key in value if key not in MoeSettings.OF_TRAINING and has[key] != value[key])
+            if (key := next(others, None)) is None:
+                continue
+            name, has, value = f"moe.{key}", has[key], value[key]
         if has != value:
             return f"model.{name}", value, has
     return None

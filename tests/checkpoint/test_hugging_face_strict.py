@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from hexad.model.inventory import ModelInventory
 from hexad.parallel.rectangle import Rectangle
 
 from . import hugging_face as theirs
-from .test_hugging_face import convert, refused
+from .test_hugging_face import convert, logits, refused, sequences
 
 Tensors = dict[str, torch.Tensor]
 NAMES = [next(name for name, (kind, _) in theirs.MODELS.items() if kind == family) for family in families()]
@@ -260,6 +261,23 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     convert("export", tmp_path / "ours", tmp_path / "out")
     assert theirs.tensors(tmp_path / "out").keys() == tensors.keys()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(tmp_path: Path) -> None:
+    """Under its own ``model_type``, with one frequency between its betas."""
+    yarn = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "beta_fast": 1.0, "beta_slow": 1.0,
+            "original_max_position_embeddings": 10, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+    _, settings = theirs.MODELS["deepseek_v3, no groups, not normalised"]
+    settings = {**settings, "norm_topk_prob": True, "rope_parameters": yarn}
+    with mock.patch.dict(theirs.MODELS, {"kimi": ("deepseek_v3", settings)}):
+        directory = theirs.save("kimi", tmp_path / "hf", torch.float64)
+    with theirs.exact_functions(), torch.no_grad():
+        wanted = theirs.load(directory)(sequences()).logits
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "kimi_k2"}))
+    assert convert("import", directory, tmp_path / "ours")["family"] == "deepseek_v3"
+    ours = logits(tmp_path / "ours", sequences())
+    assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 
 def test_biases_of_routers_are_not_rounded_to_16_bits(tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "yarn": {"family": "qwen2", **_LLAMA, "rope_theta": 100.0, "rope_scaling": _YARN},
     "yarn, not whole": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
         **_YARN, "truncate": False, "attention_factor": 0.7}},
+    "yarn, one frequency": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
+        **_YARN, "beta_fast": 1.0, "beta_slow": 1.0}},
+    "yarn, one frequency, not whole": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
+        **_YARN, "truncate": False, "beta_fast": 1.0, "beta_slow": 1.0}},
     "longrope, short": {"family": "phi3", **_LLAMA, "rope_scaling": {**_LONG, "original_positions": LENGTH}},
     "longrope, long": {"family": "phi3", **_LLAMA, "rope_scaling": {**_LONG, "original_positions": 22}},
     "mistral": {"family": "mistral", **_LLAMA, "head_dim": 10},

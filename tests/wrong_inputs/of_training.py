@@ -147,8 +147,8 @@ TRAIN = (
         "model.rope_scaling.low_freq_factor: found 2.0, which type yarn does not use; remove it",
     ),
     (
-        "train run.yaml model.rope_scaling.type=yarn model.rope_scaling.beta_fast=1",
-        "model.rope_scaling.beta_fast: found 1.0, expected more than beta_slow 1.0",
+        "train run.yaml model.rope_scaling.type=yarn model.rope_scaling.beta_fast=0.9",
+        "model.rope_scaling.beta_fast: found 0.9, expected at least beta_slow 1.0",
     ),
     (
         "train run.yaml model.rope_scaling.type=longrope model.rope_scaling.short_factors=[1]",

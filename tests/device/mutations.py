@@ -189,6 +189,7 @@ WAITS = {
     "engine/language.py:start_summing": "experts, data 2, tensor 2, zero 3",
     "engine/modules.py:broadcast": "deepspeed, zero 1, as scripts read",
     "generation/cache.py:attend": "generation, context 2",
+    "generation/cache.py:attend_latent": "generation, latent attention, context 2",
     "generation/worker.py:_logits": "generation, pipeline 2, tensor 2",
     "generation/worker.py:_received": "generation, pipeline 2, tensor 2",
     "model/transformer.py:forward": "experts, data 2, tensor 2, zero 3",
@@ -218,6 +219,9 @@ WAITS = {
     "parallel/tensor/linear.py:_summed_product": "tensor 2",
     "parallel/tensor/loss.py:_slices": "tensor 2",
     "parallel/tensor/loss.py:token_losses_": "tensor 2",
+    "parallel/tensor/regions.py:gather_first": "latent attention, tensor 2 + sequence",
+    "parallel/tensor/regions.py:scatter_sum_first": "latent attention, tensor 2 + sequence",
+    "parallel/tensor/regions.py:total": "latent attention, LoRA, tensor 2",
 }
 """Every place where the package waits for a collective, with a scenario in which a missing wait is noticed.
 In others a later wait for the same communicator may take its place."""

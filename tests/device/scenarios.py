@@ -228,6 +228,10 @@ SCENARIOS: dict[str, Scenario] = {
     "LoRA, zb_h1, tensor 2, zero 2": train(harness.ADAPTED_GRID[0]),
     "copied KV heads, tensor 4": train(harness.COPIED_GRID[0]),
     "experts, data 2, tensor 2, zero 3": train(Case(MIXTRAL, 2, 2, expert=2, zero=3, samples=6)),
+    "latent attention, tensor 2 + sequence": train(harness.LATENT_GRID[0]),
+    "latent attention, LoRA, tensor 2": train(
+        Case(harness.adapted(harness.LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)
+    ),
     "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
     "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),
     "context ulysses_ring": train(
@@ -250,6 +254,9 @@ SCENARIOS: dict[str, Scenario] = {
         4, generation.written_by, ("llama", generation.Degrees(tensor=2, pipeline=2))
     ),
     "generation, context 2": Scenario(2, generation.written_by, ("llama", generation.Degrees(context=2))),
+    "generation, latent attention, context 2": Scenario(
+        2, generation.written_by, ("deepseek_v3", generation.Degrees(context=2))
+    ),
     "deepspeed, zero 3, gathered and changed": Scenario(2, deepspeed_engine.changed, (3,)),
     "deepspeed, zero 1, as scripts read": Scenario(2, deepspeed_engine.idioms, (1,)),
     "deepspeed, pipeline, zero 3": Scenario(4, deepspeed_pipe.train, (2, 3, {}, 3, (9, 5))),

@@ -27,6 +27,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "kv_heads": 2, "sliding_window": 5},
     "phi3": {"family": "phi3", "sliding_window": 3},
     "qwen3": {"family": "qwen3", "kv_heads": 2},
+    "experts": {
+        "family": "llama",
+        "kv_heads": 2,
+        "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 14, "score": "sigmoid", "shared_experts": 1},
+    },
     "deepseek_v3": {
         "family": "deepseek_v3",
         "mla": {"q_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
@@ -35,11 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "deepseek_v2",
         "mla": {"q_rank": None, "kv_rank": 6, "nope_dim": 4, "rope_dim": 2, "value_dim": 9},
         "sliding_window": 5,
-    },
-    "experts": {
-        "family": "llama",
-        "kv_heads": 2,
-        "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 14, "score": "sigmoid", "shared_experts": 1},
     },
     "longrope": {
         "family": "llama",

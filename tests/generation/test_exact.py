@@ -48,11 +48,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_scaling": 1.7,
     },
-    "deepseek_v3": {
-        **{key: value for key, value in COMMON.items() if key != "head_dim"},
-        "family": "deepseek_v3",
-        "mla": {"q_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
-    },
     "experts": {
         **COMMON,
         "family": "llama",
@@ -74,6 +69,11 @@ MODELS: dict[str, dict[str, Any]] = {
             "shared_experts": 1,
             "shared_gate": True,
         },
+    },
+    "deepseek_v3": {
+        **{key: value for key, value in COMMON.items() if key != "head_dim"},
+        "family": "deepseek_v3",
+        "mla": {"q_rank": 12, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5},
     },
     "lora": {**COMMON, "family": "llama", "kv_heads": 6, "lora": {"rank": 2, "alpha": 3}},
 }
@@ -190,9 +190,9 @@ PAIRS = [
     ("llama", TRAINING[12], Degrees(tensor=3), "fp32"),
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
-    ("deepseek_v3", TRAINING[8], Degrees(tensor=2), "fp32"),
     ("experts", {"data": 2, "tensor": 3, "expert": 6, "zero": 3}, Degrees(tensor=3, expert=3), "bf16"),
     ("groups", {"context": 2, "data": 3, "expert": 3}, Degrees(tensor=2, context=3, expert=2), "fp32"),
+    ("deepseek_v3", TRAINING[8], Degrees(tensor=2), "fp32"),
 ]
 
 

@@ -111,6 +111,17 @@ _TABLE = """
 1 1 4 | e4 z2           | none              | bf16        | shared experts
 1 2 2 | e2 z2 zb_v      | none              | fp32        | experts
 1 2 2 | e2 z3 interleaved | full            | bf16        | shared experts
+1 1 1 |                 | none              | fp32        | latent
+1 1 1 |                 | selective         | bf16        | latent
+2 1 1 | seq             | none              | fp32        | latent
+2 1 1 |                 | selective         | fp32        | latent, wide values
+1 1 2 | z3              | full              | bf16        | latent
+2 2 1 | seq zb_v        | selective         | fp32        | latent
+1 2 1 | zb_h1           | none              | fp32        | latent, wide values
+1 1 1 | c2              | none              | fp32        | latent
+1 1 1 | c2 ulysses      | selective         | fp32        | latent
+1 1 2 | c2 all_gather   | none              | fp32        | latent, wide values
+2 1 1 | seq             | none              | fp32        | latent, lora with dropout
 """
 _NUMBERS = {
     "z": "zero",
@@ -122,6 +133,8 @@ _NUMBERS = {
 }
 _EVEN = {"experts": 8, "forced": True}
 """A load that is as even as the plan assumes."""
+_MLA = {"q_rank": 64, "kv_rank": 48, "nope_dim": 32, "rope_dim": 16, "value_dim": 32}
+_LATENT = {"family": "deepseek_v3", "kv_heads": 8, "mla": _MLA}
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"family": "gpt2", "kv_heads": 8},
@@ -134,6 +147,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "lora with dropout": {"lora": {"rank": 8, "dropout": 0.1}},
     "last layer": {"train": ["layers.3", "norm", "head"]},
     "outputs frozen": {"train": ["*.ffn.*", "*.attention.[qkv].*", "embedding*", "head*"]},
+    "latent": _LATENT,
+    "latent, wide values": {**_LATENT, "mla": {**_MLA, "q_rank": None, "value_dim": 64}},
+    "latent, lora with dropout": {**_LATENT, "lora": {"rank": 8, "dropout": 0.1}},
     "dropped": {"attention_dropout": 0.1},
     "window": {"family": "mistral", "sliding_window": 100},
     "experts": {"moe": {**_EVEN, "top_k": 2, "ffn_hidden": 176}},

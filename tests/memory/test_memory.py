@@ -29,6 +29,11 @@ from .measure import measure, measured_config
 
 CPU = torch.device("cpu")
 GPT2 = {"family": "gpt2", "kv_heads": 8}
+LATENT = {
+    "family": "deepseek_v3",
+    "kv_heads": 8,
+    "mla": {"q_rank": 64, "kv_rank": 48, "nope_dim": 32, "rope_dim": 16, "value_dim": 32},
+}
 
 
 # What a layer keeps
@@ -87,6 +92,36 @@ def test_a_layer_keeps_what_the_closed_form_says(
 ) -> None:
     for measured in pool.run(world, _layer, recompute, sequence, dtype):
         assert measured == closed_form(recompute, world, sequence, dtype.itemsize)
+
+
+def closed_form_of_latent_attention(recompute: str, world: int, sequence: bool, byte: int) -> int:
+    """Of docs/memory.md."""
+    model = measured_config(model=LATENT).model
+    assert model.mla is not None and model.mla.q_rank is not None
+    tokens, wide, mla = 256, max(byte, 4), model.mla
+    rows, heads = tokens // world if sequence else tokens, model.heads // world
+    c, rope, f = model.mla.q_rank + mla.kv_rank, mla.rope_dim, int(model.ffn_hidden) // world
+    p, u, v = heads * mla.head_dim, heads * (mla.nope_dim + mla.value_dim), heads * mla.value_dim
+    statistics = wide * (4 * rows + tokens * heads)
+    none = 4 * tokens * p + tokens * v + rows * (2 * c + rope) + 4 * rows * model.hidden + 3 * tokens * f
+    kept = 2 * tokens * p + tokens * (u + v + rope) + rows * (c + rope)
+    return {
+        "none": byte * none + statistics,
+        "selective": byte * (kept + 2 * rows * model.hidden + 2 * tokens * f) + statistics,
+        "full": byte * rows * model.hidden,
+    }[recompute]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("world", "sequence"), [(1, False), (2, True), (2, False)])
+def test_so_does_one_with_latent_attention(recompute: str, world: int, sequence: bool, pool: Pool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for measured in pool.run(world, _latent_layer, recompute, sequence, dtype):
+            assert measured == closed_form_of_latent_attention(recompute, world, sequence, dtype.itemsize)
+
+
+def _latent_layer(recompute: str, sequence: bool, dtype: torch.dtype) -> int:
+    return _layer(recompute, sequence, dtype, **LATENT)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -148,6 +183,7 @@ def test_repeated_keys_and_values_are_counted(
         (GPT2, {"pipeline": 2, "schedule": "zb_v", "tensor": 2}),
         ({"family": "qwen3"}, {"pipeline": 3, "data": 4}),
         ({"family": "qwen2", "layers": 7}, {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}),
+        (LATENT, {"tensor": 2, "data": 2, "zero": 1}),
     ],
 )
 def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -> None:
@@ -207,6 +243,7 @@ FEW = [
     _case(1, precision=ALL_IN_FP8, **LARGE_WEIGHTS),
     _case(2, precision=ALL_IN_FP8, parallel={"pipeline": 2, "schedule": "zb_h1"}, **LARGE_WEIGHTS),
     _case(2, parallel={"context": 2}),
+    _case(2, parallel={"tensor": 2}, model=LATENT),
     _case(
         2,
         parallel={"context": 2},
@@ -236,6 +273,7 @@ EXACT = [
     _case(1, run={"compile": "pointwise"}, model={"vocab": 4000}, precision=BF16),
     _case(1, model={"lora": {"rank": 8, "targets": ["q", "v"]}}, data={"sequence": 512}),
     _case(1, model=NARROW["model"] | {"attention_dropout": 0.1}, data=NARROW["data"]),
+    _case(2, parallel={"tensor": 2}, **{**NARROW, "model": NARROW["model"] | LATENT}),
 ]
 """Layouts that are measured in exact arithmetic."""
 
@@ -253,7 +291,7 @@ def _check(world: int, groups: Groups, pool: Pool, bounds: tuple[float, float] =
     ("world", "groups"),
     # A CPU is slow in bf16; many more such layouts are in the slow sweep.
     [
-        pytest.param(*case, marks=pytest.mark.slow) if n in (0, 1, 2, 4, 6, 14) else case
+        pytest.param(*case, marks=pytest.mark.slow) if n in (0, 1, 2, 4, 6, 15) else case
         for n, case in enumerate(FEW)
     ],
     ids=str,

@@ -91,16 +91,19 @@ def test_products_are_counted_as_pytorch_counts_them(name: str) -> None:
         model.logits(model(cache.tokens, cache=cache))
     attention = stage.cached_flops(plan.length, 1)
     window = config.model.sliding_window or plan.length
-    width = config.model.head_dim or config.model.hidden // config.model.heads
-    assert attention == 4 * config.model.heads * width * min(window, plan.length) * config.model.layers
+    mla, width = config.model.mla, int(config.model.head_dim)
+    both = 2 * width if mla is None else width + mla.value_dim  # of a pair's score, and its weighted value
+    cached = both if mla is None else 2 * mla.kv_rank + mla.rope_dim
+    assert attention == 2 * config.model.heads * cached * min(window, plan.length) * config.model.layers
     assert stage.head is not None
     padding = 2 * config.model.hidden * (stage.head.columns(Execution(1, 1)) - stage.head.vocab)
-    assert _products(counter) - padding == plan.decode_flops - attention
+    counted = attention if mla is None else 0  # of latent vectors they are products
+    assert _products(counter) - padding == plan.decode_flops - counted
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, plan.length, dtype=torch.int64))
     pairs = plan.prefill_flops * plan.length - _products(counter)
     seen = [min(window, place) for place in range(1, plan.length + 1)]
-    assert pairs == pytest.approx(sum(4 * config.model.heads * width * n for n in seen) * 2, rel=0.2)
+    assert pairs == pytest.approx(sum(2 * config.model.heads * both * n for n in seen) * 2, rel=0.2)
 
 
 def _products(counter: FlopCounterMode) -> int:

@@ -26,7 +26,16 @@ needs_compiler = pytest.mark.skipif(
 
 
 def _losses(compiled: str, family: str, dtype: str = "fp32", dropout: float = 0.0) -> list[float]:
-    model = {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100}
+    model: dict[str, Any] = {
+        "family": family,
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "vocab": 100,
+    }
+    if family.startswith("deepseek"):
+        model["mla"] = {"q_rank": 32, "kv_rank": 32, "nope_dim": 8, "rope_dim": 16, "value_dim": 8}
     config = config_of(
         {},
         run={"compile": compiled},
@@ -43,7 +52,7 @@ def _losses(compiled: str, family: str, dtype: str = "fp32", dropout: float = 0.
 
 @needs_compiler
 @pytest.mark.slow  # half a minute each
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3"])
 @pytest.mark.parametrize("compiled", ["pointwise", "full"])
 @pytest.mark.parametrize(
     ("dtype", "dropout", "tolerance"),
@@ -119,6 +128,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "swiglu_forward": (ops._swiglu_forward, (inner,)),
         "swiglu_backward": (ops._swiglu_backward, (gradient, inner)),
         "turn": (ops._turn, (heads, angles, angles, 1.0)),
+        "turn_pairs": (ops._turn_pairs, (heads, angles[..., :4], angles[..., :4], 1.0)),
         "dropped": (dropout.dropped, (x, rows, drop.words, 0.2)),
         "add": (residual._add, (x, y, rows, *constants)),
         "add_rms": (residual._add_norm, (False, x, y, rows, constants, [weight], 1e-5)),
@@ -132,8 +142,8 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 # Sums over tokens are kernels of their own; so are the gathering of targets, in 8 bits a maximum and the
-# scale, and what is one number per head.
-_KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2}
+# scale, and what is one number per head; and the copy of what of a head is not rotated.
+_KERNELS = {"narrowed": 3, "transposed": 3, "rms_backward": 2, "statistics": 2, "merge": 2, "turn_pairs": 2}
 
 
 _QUICK = ("add_rms",)

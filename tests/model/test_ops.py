@@ -44,6 +44,31 @@ def test_rotate() -> None:
     torch.testing.assert_close(_gradients(rotated, x), _gradients(wanted, x))
 
 
+def test_rotate_pairs() -> None:
+    """Of the last elements, neighbours as real and imaginary parts."""
+    x, angles = _random(5, 3, 11), torch.arange(20, dtype=torch.float64).view(5, 1, 4)
+    cos, sin = angles.cos(), angles.sin()
+    pairs = torch.view_as_complex(x[..., 3:].unflatten(-1, (4, 2)).contiguous())
+    turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    wanted = torch.cat((x[..., :3], turned), dim=-1)
+    rotated = ops.rotate_pairs(x, cos, sin)
+    torch.testing.assert_close(rotated, wanted)
+    torch.testing.assert_close(_gradients(rotated, x), _gradients(wanted, x))
+    torch.testing.assert_close(ops._turned_pairs(x, cos, sin), wanted)
+
+
+@pytest.mark.parametrize("value", [3, 9, 11])
+def test_keys_and_values(value: int) -> None:
+    """Against plain operations: values narrower than keys, as wide, and wider."""
+    widths = ops.Widths(5, 4, value, max(9, value))
+    kv, key = _random(6, 3, 5 + value), _random(6, 1, 4)
+    keys = torch.cat((kv[..., :5], key.expand(-1, 3, -1)), dim=-1)
+    padded = [F.pad(x, (0, widths.padded - x.shape[-1])) for x in (keys, kv[..., 5:])]
+    wanted, result = torch.cat(padded, dim=1), ops.keys_and_values(kv, key, widths)
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(_gradients(result, kv, key), _gradients(wanted, kv, key))
+
+
 def test_bf16_norm_is_computed_in_float32() -> None:
     x, weight = _random(64, 512, dtype=torch.bfloat16), _random(512, dtype=torch.bfloat16)
     wide_x, wide_weight = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from hexad.comm import sent_bytes
-from hexad.model.attention_inventory import AttentionSpec
+from hexad.model.attention_inventory import AttentionCoreSpec
 from hexad.model.block_inventory import BlockSpec, BranchSpec, Recomputed
 from hexad.model.inventory import StageSpec
+from hexad.model.latent_attention_inventory import LatentAttentionSpec
 from hexad.parallel.inventory import Execution
 from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec, HeadSpec
 from hexad.parallel.tensor.linear_inventory import LinearSpec
@@ -68,11 +69,25 @@ def _of_block(
 
 def _of_branch(branch: BranchSpec, run: Execution, split: bool, keys: Keys | None) -> list[Collective]:
     first, *others = (_of_linear(linear, run, split) for linear in branch.linears)
-    between = _over_context(branch, run, keys) if isinstance(branch, AttentionSpec) else []
+    between = _over_context(branch, run, keys) if isinstance(branch, AttentionCoreSpec) else []
+    if isinstance(branch, LatentAttentionSpec):
+        between += _of_shared_key(run.whole(branch.mla.rope_dim), run.sequence)
     return [*first, *between, *(part for parts in others for part in parts)]
 
 
+def _of_shared_key(whole: int, sequence: bool) -> list[Collective]:
+    """The part of the keys that the heads of all tensor ranks have in common."""
+    if not sequence:
+        return [Collective("B", "tensor", "all_reduce", whole)]
+    return [
+        Collective("F", "tensor", "all_gather", whole),
+        Collective("B", "tensor", "reduce_scatter", whole),
+    ]
+
+
 def _of_linear(linear: LinearSpec, run: Execution, split: bool) -> list[Collective]:
+    if linear.replicated:
+        return []
     whole = run.whole(linear.features if linear.row else linear.inputs)
     if not run.sequence:
         return [Collective("F" if linear.row else "B", "tensor", "all_reduce", whole)]
@@ -86,7 +101,7 @@ def _of_linear(linear: LinearSpec, run: Execution, split: bool) -> list[Collecti
     return collectives
 
 
-def _over_context(attention: AttentionSpec, run: Execution, keys: Keys | None) -> list[Collective]:
+def _over_context(attention: AttentionCoreSpec, run: Execution, keys: Keys | None) -> list[Collective]:
     """Heads for tokens and back, of the rank's own tokens; keys and values, and in the backward pass once
     more, with their gradients."""
     collectives, pair = [], attention.pair_bytes(run)

@@ -1,18 +1,34 @@
 """How rows reach experts, and come back: every dispatcher against one process."""
 
+from collections import Counter
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from hexad.model import ops
+from hexad.model.experts import MixtureOfExperts
+from hexad.model.inventory import ModelInventory
+from hexad.model.positions import Geometry
+from hexad.parallel.context.spans import Spans
+from hexad.parallel.expert import dispatch as dispatch_module
+from hexad.parallel.expert import grouped
 from hexad.parallel.expert.dispatch import Dispatcher, combine, dispatch
 from hexad.parallel.expert.permutation import Permutation
+from hexad.parallel.sharding import Shard
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import ExpertRanks, Mesh
+from hexad.topology.mesh import Axis, ExpertRanks, Mesh
 
 from ..pool import Pool
+from ..small import config_of
 
 EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 3, 5, 11
 DROPPED = 0.2
@@ -137,3 +153,112 @@ def test_a_permutation_sorts_pairs_and_finds_them_again(
     ):
         assert present == (pair in order)
         assert place == (order.index(pair) if present else len(permutation.order) - 1)
+
+
+# On a device, counted on meta tensors
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that launch a kernel, and the bytes that some read and write. What is compiled counts
+    once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.bytes, self.inside = 0, Counter[str](), False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.partition("::")[2]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        given = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+        }
+        views = made and all(leaf.untyped_storage()._cdata in given for leaf in made) and name[-1] != "_"
+        if (
+            not views
+            and name not in ("promote_types", "empty", "new_empty", "empty_like")
+            and not self.inside
+        ):
+            self.count += 1
+        self.bytes[name] += sum(leaf.nbytes for leaf in made)
+        return result
+
+    def compiled(self, function: Any, compiled: bool) -> Any:
+        """In place of ``maybe_compiled``."""
+
+        def call(*arguments: Any) -> Any:
+            self.count, self.inside = self.count + 1, True
+            try:
+                return function(*arguments)
+            finally:
+                self.inside = False
+
+        return call
+
+
+def _layer_on_meta(kind: str, ranks: int, tokens: int) -> tuple[MixtureOfExperts, torch.Tensor, Geometry]:
+    """A layer of bf16 on a device that has no values, on the first of so many ranks."""
+    meta = torch.device("meta")
+    moe = {"experts": 8, "top_k": TOP_K, "ffn_hidden": 32, "dispatcher": kind}
+    model = config_of(model={"hidden": 64, "layers": 1, "moe": moe, "vocab": 100}).model
+    spec = ModelInventory(model.model_copy(update={"max_positions": 64})).layer(0).parts[1]
+    axis = Axis("expert", tuple(range(ranks)), 0, dist.group.WORLD if ranks > 1 else None, meta)
+    experts = ExpertRanks(axis, tuple(range(ranks)), (0,) * ranks) if ranks > 1 else None
+    axes = {"expert": axis} if ranks > 1 else {}
+    shard = Shard(axes, dtype=torch.bfloat16, device=meta, compiled=True, expert_ranks=experts)
+    x = torch.empty(tokens, 64, dtype=torch.bfloat16, device=meta, requires_grad=True)
+    positions = torch.zeros(tokens, dtype=torch.int64, device=meta)
+    layer: Any = MixtureOfExperts(spec, shard, 0)  # type: ignore[arg-type]
+    return layer, x, Geometry(Spans(tokens, 2), positions)
+
+
+def _passes_on_meta(kind: str, ranks: int, host_reads: bool) -> tuple[int, Counter[str]]:
+    """(launches of a forward pass, bytes written by operator). A forward and a backward pass, in which
+    reading a count on the host would be an error: a device without values has none."""
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    launches = Launches()
+    patches = [
+        mock.patch.object(place, "maybe_compiled", launches.compiled) for place in (dispatch_module, ops)
+    ]
+    # The kernel that adds weight gradients is compiled for a device.
+    added = mock.patch.object(grouped, "add_gradients", lambda total, *rest, **_: total.zero_())
+    try:
+        with ExitStack() as stack:
+            for patch in (*patches, added):
+                stack.enter_context(patch)
+            layer, x, where = _layer_on_meta(kind, ranks, 96)
+            if host_reads:
+                object.__setattr__(layer.experts.dispatcher, "allowance", None)
+            with launches:
+                y = layer(x, where)
+            y.backward(torch.empty_like(y))
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+    return launches.count, launches.bytes
+
+
+LAYERS = [("alltoall", 1), ("alltoall", 4), ("all_gather", 4)]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), LAYERS)
+def test_the_host_waits_for_no_count_on_a_device(kind: str, ranks: int) -> None:
+    """And launches 40 kernels or less in a forward pass."""
+    launches, _ = _passes_on_meta(kind, ranks, host_reads=False)
+    assert 10 < launches <= 40
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "all_gather"])
+def test_a_count_that_the_host_reads_is_noticed(kind: str) -> None:
+    with pytest.raises(RuntimeError, match="meta"):
+        _passes_on_meta(kind, 4, host_reads=True)
+
+
+def test_permutation_reads_and_writes_rows_twice_at_most() -> None:
+    """Bytes of the gather before the experts, and of the sum behind them, which writes one row a token."""
+    _, written = _passes_on_meta("alltoall", 1, host_reads=False)
+    row, tokens = 64 * 2, 96
+    gathered = written["index"] - tokens * TOP_K * 4  # without the pairs' weights
+    assert gathered == TOP_K * tokens * row
+    assert written["_embedding_bag"] - written["_embedding_bag"] % (tokens * row) == tokens * row

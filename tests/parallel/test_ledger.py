@@ -34,6 +34,9 @@ DEFAULTS: Tree = {
 }
 
 
+_MLA = {"q_rank": 32, "kv_rank": 64, "nope_dim": 8, "rope_dim": 8, "value_dim": 24}
+
+
 def _config(
     family: str,
     data: int,
@@ -46,7 +49,12 @@ def _config(
 ) -> Config:
     return config_of(
         DEFAULTS,
-        model={"family": family, "kv_heads": kv_heads, "tied_embeddings": tied},
+        model={
+            "family": family,
+            "kv_heads": kv_heads,
+            "tied_embeddings": tied,
+            **({"mla": _MLA} if family.startswith("deepseek") else {}),
+        },
         parallel={"data": data, "tensor": tensor, "sequence": sequence, **pipeline},
         precision={"dtype": dtype},
     )
@@ -97,6 +105,8 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
         ("granite", 4, False, "zb_h1", "none", 4),
         ("qwen2", 4, True, "zb_h1", "full", 2),
         ("qwen3", 2, False, "1f1b", "none", 1),
+        ("deepseek_v3", 2, True, "zb_h1", "full", 4),
+        ("deepseek_v3", 4, False, "1f1b", "selective", 4),
     ],
 )
 def test_what_layers_send(

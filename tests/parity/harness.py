@@ -513,7 +513,7 @@ def latent_cases() -> tuple[Case, ...]:
     return up_to_three_microbatches(cases)
 
 
-EVERY_LATENT = latent_cases()
+EVERY_LATENT = (*latent_cases(), replace(LATENT_GRID[0], compile="pointwise"))
 EVERY_COPIED = (
     *(
         Case(fewer(variant, kv_heads), 1, tensor, sequence)

@@ -10,7 +10,9 @@ import torch
 
 from hexad import comm
 from hexad.engine import language
+from hexad.model import latent_attention, ops
 from hexad.model.inventory import ModelInventory
+from hexad.model.latent_attention import LatentAttention
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
 from hexad.optim.schedule import Rates
@@ -18,12 +20,12 @@ from hexad.parallel.data import buckets, gradients, ordering
 from hexad.parallel.data.buckets import StateSharding
 from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
-from hexad.parallel.tensor import embedding, linear, loss
+from hexad.parallel.tensor import embedding, linear, loss, regions
 from hexad.topology.mesh import Mesh
 
 from .context_mutations import CONTEXT_MUTATIONS
 from .expert_mutations import EXPERT_MUTATIONS
-from .harness import EVERY_ADAPTED, VARIANTS, Case, deep, fewer
+from .harness import EVERY_ADAPTED, LATENT_GRID, VARIANTS, Case, deep, fewer
 from .mutation import Mutation, Patches, same, same_async
 from .state_mutations import STATE_MUTATIONS
 
@@ -247,6 +249,41 @@ def _stage_norm(mesh: Mesh) -> Patches:
     return [mock.patch("hexad.optim.optimizer.all_reduce", reduce)]
 
 
+def _keep_shared_key_gradient(mesh: Mesh) -> Patches:
+    return [mock.patch.object(latent_attention, "copied", lambda key, axis: key)]
+
+
+def _keep_gathered_key_gradient(mesh: Mesh) -> Patches:
+    def gathered(key: torch.Tensor, axis: Any) -> torch.Tensor:
+        return regions.mapped(key, axis, regions.gather_first, regions.slice_first)
+
+    return [mock.patch.object(latent_attention, "gathered_first", gathered)]
+
+
+def _first_head_of_shared_key(mesh: Mesh) -> Patches:
+    original = ops._disassemble
+
+    def disassemble(gradient: torch.Tensor, widths: ops.Widths) -> Any:
+        kv, _ = original(gradient, widths)
+        return kv, gradient[:, :1, widths.nope : widths.nope + widths.rope]
+
+    return [mock.patch.object(ops, "_disassemble", disassemble)]
+
+
+def _values_of_all_columns(mesh: Mesh) -> Patches:
+    def joined(self: LatentAttention, attended: torch.Tensor) -> torch.Tensor:
+        return attended[..., -self.mla.value_dim :].flatten(1)
+
+    return [mock.patch.object(LatentAttention, "joined", joined)]
+
+
+def _other_rows_dropped(mesh: Mesh) -> Patches:
+    def own(self: LatentAttention, rows: Any) -> Any:
+        return rows if rows is None else rows.chunk(mesh.tensor.size, dim=1)[0]
+
+    return [mock.patch.object(LatentAttention, "_own", own)]
+
+
 def _local_layer_names(mesh: Mesh) -> Patches:
     original = ModelInventory.stage
 
@@ -313,6 +350,16 @@ MUTATIONS = {
     "keep adapters' part of the input's gradient back": Mutation(
         _drop_adapter_gradient, EVERY_ADAPTED[0], steps=2
     ),
+    "leave the gradient of the keys' shared part with each tensor rank": Mutation(
+        _keep_shared_key_gradient, dataclasses.replace(LATENT_GRID[0], sequence=False)
+    ),
+    "slice that gradient instead of summing it": Mutation(_keep_gathered_key_gradient, LATENT_GRID[0]),
+    "take that gradient of one head": Mutation(_first_head_of_shared_key, LATENT_GRID[0]),
+    "leave gradients of latent norms and down projections partial": Mutation(
+        _keep_partial_gradients, LATENT_GRID[0]
+    ),
+    "take values from what fills up heads": Mutation(_values_of_all_columns, LATENT_GRID[0]),
+    "drop inputs of adapters of other tokens": Mutation(_other_rows_dropped, LATENT_GRID[4], steps=2),
     **STATE_MUTATIONS,
     **CONTEXT_MUTATIONS,
     **EXPERT_MUTATIONS,

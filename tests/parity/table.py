@@ -11,6 +11,7 @@ from .harness import (
     COPIED_GRID,
     EVERY_STATE,
     GRID,
+    LATENT_GRID,
     LAYOUTS,
     PIPELINE_GRID,
     STATE_GRID,
@@ -26,7 +27,7 @@ from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID)
+_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *LATENT_GRID)
 _OTHERS = len(PIPELINE_GRID) + len(_LATER) + len(CONTEXT_GRID) + len(EXPERT_GRID)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
@@ -64,6 +65,7 @@ pair of settings; `pytest -m slow` runs all, and every test run adds a random sa
 `compile pointwise` pointwise functions are compiled (`run.compile: pointwise`), against one process in which
 they are not. In the {len(COPIED_GRID)} rows with `kv_heads` several tensor ranks hold the same KV heads; in
 the next {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapters (`model.lora`) or without.
+In the last {len(LATENT_GRID)} rows attention is multi-head latent attention (`model.mla`).
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""

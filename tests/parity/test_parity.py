@@ -31,6 +31,7 @@ from .harness import (
     EVERY_PIPELINE,
     EVERY_STATE,
     GRID,
+    LATENT,
     LATENT_GRID,
     PIPELINE_GRID,
     PIPELINE_SETTINGS,
@@ -160,13 +161,14 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
 
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2, 3, 4))])
-@pytest.mark.parametrize("index", range(len(VARIANTS)))
+@pytest.mark.parametrize("index", range(len(VARIANTS) + len(LATENT)))
 def test_bf16_stays_near_float64(index: int, turn: int, pool: Pool, references: References) -> None:
     """A bf16 number is off by 2^-9 of itself at most; losses are means over many such numbers."""
     layouts = ((1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True), (1, 1, True, 2))
     layout = layouts[(2 * index + turn) % len(layouts)]  # variants take turns
-    variant = replace(VARIANTS[index], overrides={"precision": {"dtype": "bf16"}})
-    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(Case(VARIANTS[index])).losses
+    plain = (*VARIANTS, *LATENT)[index]
+    variant = replace(plain, overrides={"precision": {"dtype": "bf16"}})
+    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(Case(plain)).losses
     assert losses != wanted
     assert losses == pytest.approx(wanted, rel=2**-8)
 

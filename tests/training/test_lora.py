@@ -102,6 +102,11 @@ def in_peft(source: Path, targets: list[str], kind: str, adapters: dict[str, tor
     [
         ("llama, tied, llama3 rope", "all"),
         pytest.param("qwen2", ["q_proj", "v_proj", "down_proj"], marks=pytest.mark.slow),
+        pytest.param(
+            "deepseek_v3",
+            ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_losses_are_those_of_peft(name: str, targets: Any, tmp_path: Path) -> None:
@@ -256,14 +261,15 @@ def test_adapters_are_not_added_to_other_weights(tmp_path: Path, data: str) -> N
     assert "holds adapters, not complete weights" in run.train().error
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3")]
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3", "deepseek_v3")]
 
 
 @pytest.mark.parametrize("name", ["gpt2", *_SLOW])
 def test_exports_compute_the_same(name: str, tmp_path: Path, data: str) -> None:
     """Merged, and in PEFT's format, where GPT-2 and Phi-3 have one adapter for query, key and value."""
     source = theirs.save(name, tmp_path / "hf", torch.float64)
-    run = lora_run(tmp_path / "run", data, source)
+    latent = {"targets": ["q_down", "kv_down", "kv_up", "attention.out"]}
+    run = lora_run(tmp_path / "run", data, source, **(latent if name == "deepseek_v3" else {}))
     assert run.train("optimizer.lr=0.1").status == 0
     document = convert("export", run.directory, tmp_path / "merged")
     assert document["family"] == theirs.MODELS[name][0]

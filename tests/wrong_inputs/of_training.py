@@ -71,6 +71,21 @@ TRAIN = (
     ("train run.yaml model.heads=0", "model.heads: found 0, expected greater than or equal to 1"),
     ("train run.yaml model.kv_heads=3", "model.kv_heads: found 3, which does not divide model.heads 4"),
     ("train run.yaml model.head_dim=3", "model.head_dim: found 3, expected an even number"),
+    ("train run.yaml model.mla.kv_rank=8", "but llama has no latent attention; remove it, or use"),
+    ("train run.yaml model.mla.kv_rnk=8", "model.mla.kv_rnk: unknown key (did you mean"),
+    ("train run.yaml model.family=deepseek_v3", "model.mla: found null, but deepseek_v3 has latent"),
+    *(
+        (f"train run.yaml model.family=deepseek_v3 model.kv_heads=4 model.mla={{}} {setting}", says)
+        for setting, says in (
+            ("model.kv_heads=2", "model.kv_heads: found 2, expected 4 with model.mla"),
+            ("model.head_dim=64", "model.head_dim: found 64, expected 192 with model.mla"),
+            ("model.rotary_fraction=0.5", "model.rotary_fraction: found 0.5, expected 1.0 with model.mla"),
+            ("model.qk_norm=true", "model.qk_norm: found True, expected False with model.mla"),
+            ("model.out_bias=true", "model.out_bias: found True, expected False with model.mla"),
+            ("model.mla.rope_dim=3", "model.mla.rope_dim: found 3, expected an even number"),
+            ("model.mla.q_rank=0", "model.mla.q_rank: found 0, expected greater than or equal to 1"),
+        )
+    ),
     ("train run.yaml model.family=lama", "model.family: found 'lama', expected 'llama'"),
     (
         "train run.yaml model.family=mixtral",

@@ -225,6 +225,11 @@ class MoeSettings(Settings):
         return number >= self.first_dense and (number + 1) % self.every == 0
 
     @property
+    def room(self) -> float:
+        """``allowance`` as a number."""
+        return 2.0 if self.allowance == "auto" else float(self.allowance)
+
+    @property
     def biased(self) -> bool:
         """Whether a bias is added to the scores by which experts are chosen."""
         return self.score == "sigmoid"

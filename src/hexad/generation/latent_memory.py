@@ -58,7 +58,7 @@ class LatentMemory:
             parts += self._computed(q, list(group), alone, heads, kernel)
         rows = step.queries[-1].rows[1] if step.queries else 0
         if rows < step.rows or not parts:
-            parts.append(heads.joined(q.new_zeros((step.rows - rows, *q.shape[1:]))))
+            parts.append(heads.joined(heads.padded(q.new_zeros((step.rows - rows, *q.shape[1:])))))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _computed(
@@ -101,7 +101,8 @@ class LatentMemory:
             counts = streams.of(q.device).moved(torch.tensor(seen), q.device)
             hidden = torch.arange(max(seen), device=q.device) >= counts[:, None]
             scores.masked_fill_(hidden[:, None], -torch.inf)
-        return heads.restored(torch.bmm(scores.softmax(-1).to(kept.dtype), kept))
+        weights = scores.softmax(-1).to(kept.dtype)
+        return heads.restored(torch.bmm(weights, kept[..., : heads.kv_rank]))
 
     def _gathered(self, slots: np.ndarray) -> Tensor:
         """The latent vectors at some slots."""

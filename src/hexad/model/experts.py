@@ -30,11 +30,10 @@ class Experts(ShardedModule):
         self.layer, self.gated = layer, inventory.gated
         settings = inventory.settings
         static = on_device(shard.device, shard.dtype) and not shard.exact
-        allowance = 2.0 if settings.allowance == "auto" else settings.allowance
         ranks = shard.experts
         kind = inventory.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
         self.dispatcher = Dispatcher(
-            kind, settings.experts, ranks, allowance if static else None, shard.exact
+            kind, settings.experts, ranks, settings.room if static else None, shard.exact, shard.compiled
         )
 
     def forward(self, x: Tensor, routing: Routing, where: Geometry, most: int, unused: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, inf
 from typing import Any, ClassVar
 
 from hexad.config.model import MoeSettings
@@ -176,8 +177,11 @@ class ExpertsSpec(BranchSpec):
         return -(-run.tokens // run.tensor)
 
     def rows(self, run: Execution) -> int:
-        """Rows of a rank's experts."""
-        return self.tokens(run) * self.settings.top_k * run.expert_tensor
+        """Rows of a rank's experts: as many as ``run.load`` says, up to all that could choose them."""
+        tokens, top_k, ranks = self.tokens(run), self.settings.top_k, run.expert * run.expert_tensor
+        even = tokens * top_k * run.expert_tensor
+        most = ranks * tokens * min(top_k, self.settings.experts // run.expert)
+        return min(ceil(even * run.load), most) if run.load < inf else most
 
     def _widths(self, run: Execution) -> tuple[int, int]:
         """Outputs of the first product of a rank's experts, and inputs of the second."""

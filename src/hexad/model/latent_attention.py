@@ -65,7 +65,8 @@ class LatentAttention(AttentionCore):
             attended = where.cache.attend_latent(self.layer, q, kept, self, self.kernel)
             return self.out(attended, out.at(where.adapted))
         k, v = self._keys_and_values(latent, key, kv_up.at(where.adapted))
-        attended = self._core(self.padded(q), k, v, where)
+        q = self.padded(q)
+        attended = self._core(q, k, v, where)
         return self.out(self.joined(attended.unflatten(1, (self.heads, -1))), out.at(where.adapted))
 
     def _keys_and_values(
@@ -116,6 +117,11 @@ class LatentAttention(AttentionCore):
     # Generation: see LatentHeads.
 
     @property
+    def kv_rank(self) -> int:
+        """Leading elements of these that are the latent vector."""
+        return self.mla.kv_rank
+
+    @property
     def latent(self) -> int:
         """Elements that are kept of a token."""
         return self.mla.kv_rank + self.mla.rope_dim
@@ -139,7 +145,7 @@ class LatentAttention(AttentionCore):
     def restored(self, weighted: Tensor) -> Tensor:
         """Values of weighted sums of latent vectors."""
         values = slice(self.mla.nope_dim, None)
-        sums = weighted[..., : self.mla.kv_rank].transpose(0, 1)  # [heads, tokens, kv_rank]
+        sums = weighted.transpose(0, 1)  # [heads, tokens, kv_rank]
         out = torch.bmm(sums, self._per_head(self.kv_up.weight)[:, values].transpose(1, 2))
         adapters = self.kv_up.adapters()
         if adapters is not None:

@@ -203,15 +203,21 @@ class LatentAttentionSpec(AttentionCoreSpec):
         operands = deferred and self.out.trained
         live = gathered if operands else 0
         uncut = live + values + (q if self._cut else 0)
-        live -= 0 if operands else self._values_kept(run)
-        core = live + q + (2 * k if selective else 0) + self._gradients(run)
+        given_up = 0 if operands else self._values_kept(run)  # by the projection after it
+        live -= given_up if self._cut else 0
+        recomputed = 2 * k if selective and run.ulysses == 1 else 0
+        core = live + q + recomputed + self._gradients(run)
         if self._exactly(run):  # computed again, when the projection after it has given up the output
             core += self._core_kept(run) + q
         live -= self._attention_kept(run, selective) - self._values_kept(run)
+        live -= 0 if self._cut else given_up
         heads, queries = (
             self._heads(run, n) for n in (self.mla.nope_dim + self.mla.value_dim, self.mla.head_dim)
         )
         joined = live + q + 2 * k + max(2 * k, heads)
+        if run.ulysses > 1:  # gradients as they are sent, as they arrive, and by head
+            sent = live + 3 * (q + 2 * k) + (2 * k + (queries if queries < q else 0) if selective else 0)
+            joined = max(joined, sent)
         moments[0] = moments[0]._replace(needed=max(out, uncut))
         live += heads + queries + run.whole(self.mla.rope_dim)
         first = True
@@ -244,4 +250,4 @@ class LatentAttentionSpec(AttentionCoreSpec):
     def _gradients(self, run: Execution) -> int:
         """Bytes that the backward pass of attention needs, its results included."""
         q, k, _ = self._sizes(run)
-        return self._core_backward(run) if run.context > 1 or self.dropout else q + 2 * k
+        return self._core_backward(run) if run.ring > 1 or self.dropout else q + 2 * k

@@ -194,9 +194,11 @@ def _pairs(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _turned_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """:func:`rotate_pairs` by plain autograd."""
-    rest, first, second = _pairs(x, 2 * cos.shape[-1])
-    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((rest, turned.flatten(-2)), dim=-1)
+    width = 2 * cos.shape[-1]
+    pairs = x[..., -width:].unflatten(-1, (-1, 2))
+    signs = torch.arange(-1, 2, 2, device=x.device, dtype=x.dtype)  # compiled, one kernel with all the rest
+    turned = pairs * cos.unsqueeze(-1) + pairs.flip(-1) * (sin.unsqueeze(-1) * signs)
+    return torch.cat((x[..., :-width], turned.flatten(-2)), dim=-1)
 
 
 def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:

@@ -51,6 +51,11 @@ class LatentHeads(Protocol):
     """What multi-head latent attention makes of latent vectors, of this rank's heads. A latent vector
     ``[kv_rank + rope_dim]`` ends with the rotated part of the keys, which all heads share."""
 
+    @property
+    def kv_rank(self) -> int:
+        """Width of what keys and values are made of."""
+        ...
+
     def expanded(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[tokens, heads, padded width]`` of latent vectors ``[tokens, kv_rank +
         rope_dim]``."""
@@ -71,8 +76,8 @@ class LatentHeads(Protocol):
         ...
 
     def restored(self, weighted: Tensor) -> Tensor:
-        """``[tokens, heads * value width]`` of weighted sums of latent vectors, ``[tokens, heads, kv_rank +
-        rope_dim]``."""
+        """``[tokens, heads * value width]`` of weighted sums of latent vectors, ``[tokens, heads,
+        kv_rank]``."""
         ...
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hexad.comm import all_gather, all_reduce
 from hexad.config.model import MoeSettings
 from hexad.parallel import exact
-from hexad.parallel.contributions import applied, weight_gradient
+from hexad.parallel.contributions import applied, weight_gradient, widening_products
 from hexad.parallel.sharding import Shard, ShardedModule
 
 from . import exact_ops
@@ -77,6 +77,8 @@ class _Logits(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype, exactly: bool) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.wide = weight, wide
+        if x.dtype.itemsize == 2 and not exactly and widening_products(x.device):
+            return torch.mm(x, weight.detach().t(), out_dtype=wide)
         matrix = weight.detach().to(wide)
         return exact.product(x.to(wide), matrix) if exactly else F.linear(x.to(wide), matrix)
 

@@ -295,6 +295,7 @@ class Execution:
         attended: of all pairs of tokens of a sequence, the part in one document; below 1 with ``isolate``.
         context: context degree; every rank has as many of the tokens.
         expert, expert_tensor: degrees of the expert grid.
+        load: rows of a rank's experts, relative to an even load; no more than there can be.
         ulysses: context ranks that exchange heads for tokens.
         gathers: keys and values are gathered over the other context ranks, else sent in rounds.
         exact: the forward pass computes by :mod:`hexad.parallel.exact`; the backward pass first repeats the
@@ -319,6 +320,7 @@ class Execution:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    load: float = 1.0
     ulysses: int = 1
     gathers: bool = False
     exact: bool = False

@@ -479,26 +479,19 @@ def _faults(config: Config) -> Iterator[ConfigError]:
 
 def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
     """What a rank multiplies in 8 bits must be multiples of 16 in every size (cuBLASLt's condition)."""
-    model, width = config.model, int(config.model.head_dim)
+    model, ffn = config.model, int(config.model.ffn_hidden)
     share = f" / parallel.tensor {tensor}" if tensor > 1 else ""
-    kv_heads, ffn = int(model.kv_heads), int(model.ffn_hidden)
     context = config.parallel.context
     tokens, length = config.batch.micro * config.data.sequence // context, config.data.sequence
     local = f"it x data.sequence {length}" + (f" / parallel.context {context}" if context > 1 else "")
     sizes = (
         ("model.hidden", model.hidden, "", model.hidden),
-        ("model.head_dim", width, f"model.heads {model.heads} x it{share}", model.heads * width // tensor),
-        (
-            "model.kv_heads",
-            kv_heads,
-            f"2 x it x model.head_dim {width}{share}",
-            2 * kv_heads * width // tensor,
-        )
-        if kv_heads >= tensor
-        else ("model.head_dim", width, "2 x it", 2 * width),  # of one key and one value head
+        *_attention_sizes(model, tensor, share),
         ("model.ffn_hidden", ffn, f"it{share}", ffn // tensor),
         ("batch.micro", config.batch.micro, local, tokens),
     )
+    if model.mla is not None and config.parallel.sequence:  # whose first product is of a rank's own tokens
+        sizes = (*sizes, ("batch.micro", config.batch.micro, local + share, tokens // tensor))
     for field, value, formula, size in sizes:
         if size % 16:
             product = f" ({formula} = {size})" if formula and size != value else ""
@@ -507,6 +500,38 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
                 f"found {value}{product}, but precision.dtype fp8 multiplies multiples of 16; "
                 f"change it{', or parallel.tensor' if 'tensor' in product else ''}, or use bf16",
             )
+
+
+_Size = tuple[str, int, str, int]
+"""A setting, its value, the formula with it, and the result."""
+
+
+def _attention_sizes(model: ModelSettings, tensor: int, share: str) -> tuple[_Size, ...]:
+    """Sizes of the products of attention's projections on one of so many tensor ranks; ``share`` says so."""
+    heads, width, kv_heads, mla = model.heads, int(model.head_dim), int(model.kv_heads), model.mla
+    if mla is None:
+        return (
+            ("model.head_dim", width, f"model.heads {heads} x it{share}", heads * width // tensor),
+            (
+                "model.kv_heads",
+                kv_heads,
+                f"2 x it x model.head_dim {width}{share}",
+                2 * kv_heads * width // tensor,
+            )
+            if kv_heads >= tensor
+            else ("model.head_dim", width, "2 x it", 2 * width),  # of one key and one value head
+        )
+    ranks = (mla.q_rank or 0) + mla.kv_rank
+    nope, value = mla.nope_dim, mla.value_dim
+    keys_and_values = heads * (nope + value) // tensor
+    return (
+        ("model.mla.q_rank", mla.q_rank or 0, "", mla.q_rank or 0),
+        ("model.mla.kv_rank", mla.kv_rank, "", mla.kv_rank),
+        ("model.mla.rope_dim", mla.rope_dim, f"q_rank + kv_rank {ranks} + it", ranks + mla.rope_dim),
+        ("model.head_dim", width, f"model.heads {heads} x it{share}", heads * width // tensor),
+        ("model.mla.nope_dim", nope, f"model.heads {heads} x (it + value_dim){share}", keys_and_values),
+        ("model.mla.value_dim", value, f"model.heads {heads} x it{share}", heads * value // tensor),
+    )
 
 
 def _tensor_degrees(heads: int, kv_heads: int, ffn: int) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 from hexad.config import Config
@@ -61,18 +62,24 @@ class MemoryPlan:
         return {**asdict(self), "total": self.total}
 
 
-def predict(resolved: Resolved, rank: int) -> MemoryPlan:
-    """What a rank (by its global number) needs when it needs the most."""
+def predict(resolved: Resolved, rank: int, load: float | None = None) -> MemoryPlan:
+    """What a rank (by its global number) needs when it needs the most; ``load`` as in :func:`execution`."""
     short = shortened(resolved.plan.schedule)
-    return _predict(resolved, rank, short, transfers(short.schedule, resolved.plan.costs))
+    return _predict(resolved, rank, short, transfers(short.schedule, resolved.plan.costs), load)
 
 
-def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[Transfer]]) -> MemoryPlan:
+def _predict(
+    resolved: Resolved,
+    rank: int,
+    short: Shortened,
+    orders: list[list[Transfer]],
+    load: float | None = None,
+) -> MemoryPlan:
     """As :func:`predict`, given the schedule with a short steady state, and its transfers of all pipeline
     ranks."""
     config, layout = resolved.config, resolved.layout
     pipeline = layout.coordinates(rank)["pipeline"]
-    run = execution(config, layout)
+    run = execution(config, layout, load)
     stages = rank_stages(resolved, pipeline)
     held = rank_parameters(stages, layout)
     buckets = rank_buckets(config, layout, held)
@@ -131,10 +138,13 @@ def _compiled(config: Config) -> bool:
     return chosen in ("pointwise", "full") or not (config.run.device == "cpu" or chosen == "none")
 
 
-def execution(config: Config, layout: Layout) -> Execution:
-    """How a rank computes a microbatch."""
-    precision = config.precision
+def execution(config: Config, layout: Layout, load: float | None = None) -> Execution:
+    """How a rank computes a microbatch; ``load``: rows of its experts relative to an even load, by default as
+    many as buffers of a static size hold, an even load on a CPU."""
+    precision, moe = config.precision, config.model.moe
     byte, cpu = precision.width, config.run.device == "cpu"
+    if load is None:
+        load = moe.room if moe is not None and not cpu and layout.expert * layout.expert_tensor > 1 else 1.0
     return Execution(
         config.batch.micro,
         config.data.sequence,
@@ -153,6 +163,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         context=layout.context,
         expert=layout.expert,
         expert_tensor=layout.expert_tensor,
+        load=load,
         ulysses=config.parallel.ulysses,
         gathers=config.parallel.context_method == "all_gather",
         exact=precision.exact,
@@ -199,8 +210,20 @@ def largest(ranks: Sequence[MemoryPlan]) -> MemoryPlan:
     return max(ranks, key=lambda plan: plan.total)
 
 
-def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
-    """One rank's plan for every pipeline coordinate; along the other axes ranks do not differ."""
+def per_pipeline_rank(resolved: Resolved, load: float | None = None) -> list[MemoryPlan]:
+    """One rank's plan for every pipeline coordinate; along the other axes ranks do not differ. ``load`` as in
+    :func:`execution`."""
     short = shortened(resolved.plan.schedule)
     orders = transfers(short.schedule, resolved.plan.costs)
-    return [_predict(resolved, rank, short, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]
+    ranks = next(resolved.layout.iter_groups("pipeline"))
+    return [_predict(resolved, rank, short, orders, load) for rank in ranks]
+
+
+def expert_loads(resolved: Resolved) -> dict[str, int]:
+    """The largest total of any rank by the load of its experts: even, as large as buffers of a static size
+    hold (``moe.allowance``), and with every token of the group; empty for models without experts."""
+    moe = resolved.config.model.moe
+    if moe is None:
+        return {}
+    loads = {"even": 1.0, "allowance": moe.room, "worst": inf}
+    return {name: largest(per_pipeline_rank(resolved, load)).total for name, load in loads.items()}

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from hexad.planning import Resolved
 from hexad.planning.device_memory import DeviceMemory, device_memory
-from hexad.planning.memory import MemoryPlan, largest
+from hexad.planning.memory import MemoryPlan, expert_loads, largest
 from hexad.planning.serving import ServingPlan, cache_tokens
 from hexad.topology.devices import Gpu
 
@@ -76,6 +76,8 @@ def memory_json(
     largest fits."""
     totals = [{"rank": other.rank, "total": other.total} for other in ranks]
     tree = {"dtype": resolved.config.precision.dtype, **plan.as_tree(), "pipeline": totals}
+    if loads := expert_loads(resolved):
+        tree["experts"] = loads
     if device is None:
         return tree
     need = needed(resolved, ranks, device)
@@ -126,8 +128,21 @@ def memory_text(
         memory_title(resolved),
         peak,
         table,
+        *_loads_text(resolved),
         *([verdict(needed(resolved, ranks, device), device)] if device is not None else []),
     )
+
+
+def _loads_text(resolved: Resolved) -> list[str]:
+    """The totals by the load of a rank's experts, in a line; none without experts."""
+    loads, moe = expert_loads(resolved), resolved.config.model.moe
+    if moe is None:
+        return []
+    even, allowed, worst = (f"{loads[name] / _GIB:,.4g} GiB" for name in ("even", "allowance", "worst"))
+    return [
+        f"experts: {even} with an even load, {allowed} with {moe.room:g} times as many rows "
+        f"(model.moe.allowance), {worst} if all tokens choose this rank's"
+    ]
 
 
 def _shown(ranks: Sequence[MemoryPlan]) -> list[dict[str, int]]:

@@ -25,7 +25,8 @@ from hexad.comm import all_gather, all_to_all, reduce_scatter
 from hexad.topology.mesh import ExpertRanks
 
 from ..contributions import applied
-from .permutation import Permutation, gathered_sum
+from ..pointwise import maybe_compiled
+from .permutation import Permutation, gathered_sum, sorted_by
 
 
 class Route(ABC):
@@ -183,7 +184,8 @@ class Exchanged(Route):
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
         """See :class:`Route`."""
         # Those of an expert's slices are neighbours.
-        return self._out(pairs.flatten()[self.order // self.slices])
+        order = self.order if self.slices == 1 else self.order // self.slices
+        return self._out(pairs.flatten()[order])
 
     def collect_pairs(self, values: Tensor) -> Tensor:
         """See :class:`Route`."""
@@ -212,6 +214,7 @@ class Dispatcher:
         allowance: rows of a buffer of static size, as a multiple of an even load; None where the host reads
             counts.
         exactly: see :class:`Route`.
+        compiled: arithmetic of indexes is compiled, see :mod:`hexad.parallel.pointwise`.
     """
 
     kind: str
@@ -219,6 +222,7 @@ class Dispatcher:
     ranks: ExpertRanks
     allowance: float | None = None
     exactly: bool = False
+    compiled: bool = False
 
     @property
     def local(self) -> int:
@@ -243,20 +247,22 @@ class Dispatcher:
     def _gathered(self, experts: Tensor, most: int) -> Route:
         axis, top_k = self.ranks.axis, experts.shape[1]
         every = all_gather(_padded(experts, most, self.experts).contiguous(), axis)
-        mine = every - self.ranks.place * self.local
-        mine = torch.where((mine >= 0) & (mine < self.local), mine, self.local)
+        local, first = self.local, self.ranks.place * self.local
+        mine, count = maybe_compiled(_local_experts, self.compiled)(every, first, local)
         if self.allowance is None:
-            permutation = Permutation.of(mine, self.local, int((mine < self.local).sum()))
+            permutation = Permutation.of(mine, local, int(count))
             return Gathered(permutation, self.ranks, len(experts), most)
         even = most * top_k * self.ranks.slices
-        rows = min(ceil(self.allowance * even), axis.size * most * min(top_k, self.local))
-        missed = ((mine < self.local).sum() - rows).clamp(min=0)
-        permutation = Permutation.of(mine, self.local, rows)
+        rows = min(ceil(self.allowance * even), axis.size * most * min(top_k, local))
+        missed = (count - rows).clamp(min=0)
+        permutation = Permutation.of(mine, local, rows)
         return Gathered(permutation, self.ranks, len(experts), most, missed)
 
     def _destinations(self, experts: Tensor) -> Tensor:
         """Numbers by which pairs are sorted for sending, ``slices`` for each pair, ``[tokens, top_k *
         slices]``: the rank, times the experts of a rank, plus the expert's number there."""
+        if self.ranks.slices == 1 and self.ranks.expert == tuple(range(self.ranks.axis.size)):
+            return experts
         place = torch.div(experts, self.local, rounding_mode="floor")
         return (self._ranks_of[place] * self.local + (experts % self.local)[..., None]).flatten(1)
 
@@ -271,55 +277,71 @@ class Dispatcher:
         return table.to(ranks.axis.device)
 
     def _exchanged(self, experts: Tensor, most: int) -> Route:
-        size = self.ranks.axis.size
-        sending = Permutation.of(self._destinations(experts), size * self.local)
-        ends = sending.offsets.view(size, self.local)
-        counts = ends.flatten().diff(prepend=ends.new_zeros(1)).view(size, self.local)
+        size, destinations = self.ranks.axis.size, self._destinations(experts)
+        order, bounds = sorted_by(destinations.flatten(), size * self.local)
+        places = order.argsort().view(destinations.shape)
         if self.allowance is not None:
-            return self._in_slots(sending, counts, most * experts.shape[1], most)
+            return self._in_slots(destinations, order, bounds, places, most)
+        counts = bounds.diff().view(size, self.local)
         arriving = all_to_all(counts, self.ranks.axis)
         send, receive = counts.sum(1).tolist(), arriving.sum(1).tolist()
         ids = torch.arange(self.local).repeat(size).repeat_interleave(arriving.flatten())
         arrived = Permutation.of(ids[:, None], self.local, complete=True)
-        rows = sum(send)
-        assert sending.present is not None
-        places = sending.places.clamp(max=rows)
-        return Exchanged(
-            sending.order[:rows],
-            places,
-            sending.present,
-            arrived,
-            self.ranks,
-            send,
-            receive,
-            self.ranks.slices,
-            self.exactly,
-        )
+        rows, present = sum(send), places < bounds[-1]
+        sent = order[:rows], places.clamp(max=rows), present, arrived
+        return Exchanged(*sent, self.ranks, send, receive, self.ranks.slices, self.exactly)
 
-    def _in_slots(self, sending: Permutation, counts: Tensor, pairs: int, most: int) -> Route:
-        """A route in which each rank has as many slots for each other one: sizes that the host knows, given
-        the largest numbers of pairs and tokens of a rank."""
-        size, device = self.ranks.axis.size, counts.device
-        assert self.allowance is not None and sending.present is not None
-        even = pairs * self.ranks.slices / size
-        slots = max(1, min(ceil(self.allowance * even), most * min(pairs // max(1, most), self.local)))
-        ends = sending.offsets.view(size, self.local)[:, -1].long()
-        starts = ends - counts.sum(1)
-        # Of the rows of each expert, those that fit behind the ones before.
-        fitting = counts.cumsum(1).clamp(max=slots).diff(dim=1, prepend=counts.new_zeros((size, 1)))
-        arriving = all_to_all(fitting.contiguous(), self.ranks.axis)
-        numbers = torch.arange(slots, device=device)
-        order = sending.order[(starts[:, None] + numbers).clamp(max=len(sending.order) - 1)].flatten()
-        ids = torch.searchsorted(arriving.cumsum(1), numbers.expand(size, slots).contiguous(), right=True)
+    def _in_slots(
+        self, destinations: Tensor, order: Tensor, bounds: Tensor, places: Tensor, most: int
+    ) -> Route:
+        """A route in which each rank has as many slots for each other one: sizes that the host knows.
+
+        Args:
+            destinations: of each pair, see :meth:`_destinations`.
+            order, bounds: pairs by destination, see :func:`sorted_by`.
+            places: of each pair in that order.
+            most: tokens of the rank that has most.
+        """
+        size, local, per_token = self.ranks.axis.size, self.local, places.shape[1]
+        assert self.allowance is not None
+        even = most * per_token / size
+        slots = max(1, min(ceil(self.allowance * even), most * min(per_token // self.ranks.slices, local)))
+        numbers = torch.arange(slots, dtype=torch.int32, device=order.device)
+        ends, chosen = maybe_compiled(_slots, self.compiled)(bounds, numbers, size, local, len(order))
+        arriving = all_to_all(ends, self.ranks.axis)
+        ids = torch.searchsorted(arriving, numbers.expand(size, slots).contiguous(), right=True)
         # Every slot is sent back, also empty ones: each has a row of its own.
-        arrived = Permutation.of(ids.view(-1, 1), self.local, complete=True)
-        rank = torch.searchsorted(ends, sending.places, right=True).clamp(max=size - 1)
-        within = sending.places - starts[rank]
-        present = sending.present & (within < slots)
-        places = torch.where(present, rank * slots + within, size * slots)
-        missed = counts.sum() - fitting.sum()
-        sent = order, places, present, arrived, self.ranks, None, None
+        arrived = Permutation.of(ids.view(-1, 1), local, complete=True)
+        find = maybe_compiled(_places_in_slots, self.compiled)
+        found, present, missed = find(destinations, places, bounds, size, local, slots)
+        sent = order[chosen], found, present, arrived, self.ranks, None, None
         return Exchanged(*sent, self.ranks.slices, self.exactly, missed)
+
+
+def _local_experts(experts: Tensor, first: int, local: int) -> tuple[Tensor, Tensor]:
+    """(the number on this rank of each pair's expert, ``local`` of others; how many pairs have one here)."""
+    here = (experts >= first) & (experts < first + local)
+    return torch.where(here, experts - first, local), here.sum()
+
+
+def _slots(bounds: Tensor, numbers: Tensor, size: int, local: int, pairs: int) -> tuple[Tensor, Tensor]:
+    """(int32 ``[ranks, experts of a rank]``, where the slots of each expert end among those for its rank;
+    int32 ``[ranks * slots]``, the sorted pair in each slot, any in an empty one)."""
+    starts = bounds[:-1].view(size, local)[:, :1]
+    ends = (bounds[1:].view(size, local) - starts).clamp(max=len(numbers))
+    return ends, (starts + numbers).clamp(max=max(0, pairs - 1)).flatten()
+
+
+def _places_in_slots(
+    destinations: Tensor, places: Tensor, bounds: Tensor, size: int, local: int, slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the slot of each pair, the number of all slots for pairs without one; whether it has one; how many
+    pairs found none)."""
+    rank = torch.div(destinations, local, rounding_mode="floor").clamp(max=size)
+    sent = rank < size
+    within = places - bounds[rank.clamp(max=size - 1) * local]
+    present = sent & (within < slots)
+    return torch.where(present, rank * slots + within, size * slots), present, (sent & ~present).sum()
 
 
 class _Dispatch(torch.autograd.Function):

@@ -40,8 +40,8 @@ class Permutation(NamedTuple):
             most: pairs that have a row at the most, the first ones in the order of experts; None for all.
             complete: every pair has a row.
         """
-        order, offsets = sorted_by(experts.flatten(), count)
-        places = order.argsort().view(experts.shape)
+        order, bounds = sorted_by(experts.flatten(), count)
+        places, offsets = order.argsort().view(experts.shape), bounds[1:]
         if complete:
             return cls(order, places, None, offsets)
         most = len(order) if most is None else min(most, len(order))
@@ -79,11 +79,11 @@ class Permutation(NamedTuple):
 
 
 def sorted_by(ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(int64, places of int64 ``ids`` in ascending order of these, equal ones in order; int32 ``[count]``: of
-    each number, where its places end)."""
+    """(int64, places of int64 ``ids`` in ascending order of these, equal ones in order; int32 ``[count +
+    1]``, where the places of each number begin, and where those of the last end)."""
     ids, order = ids.sort(stable=True)
-    numbers = torch.arange(count, device=ids.device)
-    return order, torch.searchsorted(ids, numbers, right=True, out_int32=True)
+    numbers = torch.arange(count + 1, device=ids.device)
+    return order, torch.searchsorted(ids, numbers, out_int32=True)
 
 
 def gathered_sum(rows: Tensor, places: Tensor, present: Tensor | None, exactly: bool = False) -> Tensor:

@@ -442,6 +442,9 @@ class ColumnParallelLinear(AdaptedLinear):
     tensor axis: each by itself, so that this rank's output is ``[first's shard | second's shard | ...]``.
     Outputs that are copied come last, and are a second multiplication.
 
+    Attributes:
+        applied_over: the shard over whose tensor ranks the outputs are divided.
+
     Args:
         inventory: what it holds.
         shard: in sequence parallel the input is divided over tokens and is gathered first.
@@ -457,14 +460,9 @@ class ColumnParallelLinear(AdaptedLinear):
 
     def __init__(self, inventory: LinearSpec, shard: Shard) -> None:
         super().__init__(inventory, shard)
-        self.copied = bool(inventory.copied)
+        self.copied, self.applied_over = bool(inventory.copied), shard
         if not inventory.bias:
             self.bias = self.copied_bias = None
-
-    @property
-    def applied_over(self) -> Shard:
-        """The shard over whose tensor ranks the outputs are divided."""
-        return self.shard
 
     def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``; ``drop``
@@ -481,11 +479,10 @@ class ReplicatedLinear(ColumnParallelLinear):
     """Linear layers that share an input and of which every tensor rank holds all, fused into one
     multiplication of this rank's rows of the residual stream: ``[rows, inputs]`` -> ``[rows, outputs]``."""
 
-    @property
-    def applied_over(self) -> Shard:
-        """A tensor axis of this rank alone."""
-        axes = {name: axis for name, axis in self.shard.axes.items() if name != "tensor"}
-        return replace(self.shard, axes=axes, sequence=False)
+    def __init__(self, inventory: LinearSpec, shard: Shard) -> None:
+        super().__init__(inventory, shard)
+        alone = {**shard.axes, "tensor": Axis("tensor")}
+        self.applied_over = replace(shard, axes=alone, sequence=False)
 
 
 class RowParallelLinear(AdaptedLinear):

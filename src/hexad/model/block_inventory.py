@@ -98,6 +98,10 @@ class BranchSpec(ABC):
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
+        return self.weight_products(run)
+
+    def weight_products(self, run: Execution) -> list[Product]:
+        """The products with weights: without those of attention."""
         return [product for linear in self.linears for product in linear.products(run)]
 
     def cached(self, tensor: int) -> int:

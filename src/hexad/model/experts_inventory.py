@@ -191,8 +191,8 @@ class ExpertsSpec(BranchSpec):
     def _trained(self, part: int) -> bool:
         return not self.matrices[part].frozen
 
-    def products(self, run: Execution) -> list[Product]:
-        """The router's, the experts', and those of the shared ones."""
+    def weight_products(self, run: Execution) -> list[Product]:
+        """The router's, the experts', and those of the shared ones and their gate."""
         hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.rows(run)
         sizes = (
             (self.tokens(run), self.settings.experts, hidden),
@@ -204,6 +204,10 @@ class ExpertsSpec(BranchSpec):
         for (m, n, k), fixed in zip(sizes, frozen):
             products += [Product("F", m, n, k), Product("B", m, k, n)]
             products += [] if fixed else [Product("W", n, k, m)]
+        if self.gate is not None:
+            tokens = run.rows
+            products += [Product("F", tokens, 1, hidden), Product("B", tokens, hidden, 1)]
+            products += [] if self.gate.parameters[0].frozen else [Product("W", 1, hidden, tokens)]
         return products + (self.shared.products(run) if self.shared is not None else [])
 
     def _divided(self, run: Execution) -> int:

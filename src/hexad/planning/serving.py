@@ -6,7 +6,7 @@ tokens, of which context ranks compute a part each; ``inference.sequences`` of t
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hexad.config import Config
@@ -83,14 +83,21 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
     inference, tensor, byte = config.inference, config.parallel.tensor, config.precision.width
     length, context = config.data.sequence, config.parallel.context
     copies = stage.model.kv_copies
-    positions = tensor_positions(Position(0, tensor), copies)
+    parallel = config.parallel
+    positions = {
+        **tensor_positions(Position(0, tensor), copies),
+        "expert": Position(0, parallel.expert),
+        "expert_tensor": Position(0, parallel.expert_tensor),
+    }
     exact = config.precision.exact
     parameters = sum(parameter.elements(positions) for parameter in stage.parameters) * byte
     if exact:
         parameters += _in_float64(stage, positions, byte)
     cpu = config.run.device == "cpu"
     rows = -(-inference.batch_tokens // context)
-    run = Execution(1, rows, tensor, byte=byte, cpu=cpu)
+    run = Execution(
+        1, rows, tensor, byte=byte, cpu=cpu, expert=parallel.expert, expert_tensor=parallel.expert_tensor
+    )
     step = max((block.forward_alone(run) for block in stage.blocks), default=0)
     logits = 0
     if stage.head is not None:
@@ -101,10 +108,9 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
     if capacity is not None and token_bytes:
         room = (capacity - parameters - step - logits) * inference.memory_part
         tokens = max(0, int(room) // token_bytes)
-    one = Execution(1, 1, tensor, byte=byte, cpu=cpu)
-    prompt = Execution(1, length, tensor, byte=byte, cpu=cpu)
-    linears = (linear for block in stage.blocks for branch in block.parts for linear in branch.linears)
-    decode = [product for linear in linears for product in linear.products(one)]
+    one, prompt = replace(run, length=1), replace(run, length=length)
+    branches = [branch for block in stage.blocks for branch in block.parts]
+    decode = [product for branch in branches for product in branch.weight_products(one)]
     decode += [] if stage.head is None else [stage.head.logits(one)]  # of the last token of a prompt only
     prefill = [product for block in stage.blocks for product in block.products(prompt)]
     return ServingPlan(

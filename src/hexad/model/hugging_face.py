@@ -223,9 +223,9 @@ def left_out(raw: Mapping[str, Any], path: Path, model: ModelSettings) -> str:
     predict further tokens (multi-token prediction). Empty where there are none."""
     kind = family(model.family)
     keys = ConfigFile(_renamed(raw, path, kind), path, {})
-    if not kind.further or not keys.raw.get(kind.further):
+    if not kind.prediction_layers or not keys.raw.get(kind.prediction_layers):
         return ""
-    count = min(keys.count(kind.further), model.layers)
+    count = min(keys.count(kind.prediction_layers), model.layers)
     numbers = "|".join(str(number) for number in range(model.layers, model.layers + count))
     return re.escape(kind.layer).replace(r"\{\}", f"({numbers})") + ".+"
 

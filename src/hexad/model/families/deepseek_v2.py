@@ -71,7 +71,7 @@ FAMILY = replace(
         "routed_scaling_factor": 1.0,
     },
     mixture=_mixture,
-    further="",
+    prediction_layers="",
     types=(),
     aliases={"num_experts": "n_routed_experts"},
     fixed={"hidden_act": "silu"},

@@ -222,7 +222,7 @@ FAMILY = Family(
     },
     experts=QWEN3_MOE.experts,
     mixture=_mixture,
-    further="num_nextn_predict_layers",
+    prediction_layers="num_nextn_predict_layers",
     types=("kimi_k2",),
     keys={name: key for name, key in LLAMA.keys.items() if name != "head_dim"},
     absent={

@@ -101,10 +101,10 @@ class Family:
         experts: weight of a layer's experts -> names of an expert's matrices in published files, one after
             the other in ours; ``{}`` is the number of the expert. Its name in ``modules`` is that of all
             experts' in one tensor, as a model of ``transformers`` 5 has them in memory.
-        memory: our module -> its name in such a model, where files have another.
+        in_memory: our module -> its name in such a model, where files have another.
         mixture: whether a model's experts are some that the family can have.
-        further: key of ``config.json`` with the number of layers behind the last, which predict further
-            tokens and are left out.
+        prediction_layers: key of ``config.json`` with the number of layers behind the last, which predict
+            further tokens and are left out.
         types: further values of ``model_type``.
         theta: what ``transformers`` takes for a missing base of the rotary frequencies.
         base: what all published names but the head's begin with; files saved without the head lack it.
@@ -143,9 +143,9 @@ class Family:
     presets: Mapping[str, Shape] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    memory: Mapping[str, str] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
     mixture: Callable[[ModelSettings], bool] = lambda model: model.moe is None
-    further: str = ""
+    prediction_layers: str = ""
     types: tuple[str, ...] = ()
     theta: float = 10000.0
     base: str = "model."
@@ -177,8 +177,8 @@ class Family:
         files first."""
         before, rest = _in_layer(name)
         names = [self._published(before, rest, self.modules)]
-        if self._module(rest, self.memory) is not None:
-            names.append(self._published(before, rest, self.memory))
+        if self._module(rest, self.in_memory) is not None:
+            names.append(self._published(before, rest, self.in_memory))
         return tuple(names)
 
     def names(self, name: str, expert: int = 0) -> tuple[str, ...]:

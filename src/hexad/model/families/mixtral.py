@@ -59,7 +59,7 @@ FAMILY = replace(
         "ffn.experts.gate_up": "mlp.experts.gate_up_proj",
         "ffn.experts.down": "mlp.experts.down_proj",
     },
-    memory={"ffn.router": "mlp.gate"},
+    in_memory={"ffn.router": "mlp.gate"},
     experts={
         "ffn.experts.gate_up": (
             "block_sparse_moe.experts.{}.w1.weight",

@@ -38,12 +38,16 @@ hexad config init small.yaml --preset gpt2 --data data/train --tokenizer byte
 hexad config check small.yaml
 ```
 
-*Parameters* are exact, with the published vocabulary, a tied embedding counted once. *Context* is the longest
-sequence, in tokens, that the model was published for, without extensions (as YaRN) that the preset lacks.
+*Parameters* are exact, with the published vocabulary, a tied embedding counted once; *active* are those that
+one token is computed with: of each layer's experts only the *top k*. *Feed-forward* is the width of dense
+layers, *expert* that of one expert. *Context* is the longest sequence, in tokens, that the model was
+published for, without extensions (as YaRN) that the preset lacks.
 
-| Preset | Family | Parameters | Layers | Hidden | Heads | KV heads | Feed-forward | Vocabulary | Context |
-|---|---|---|---|---|---|---|---|---|---|
 """
+_PRESET_COLUMNS = (
+    *("Preset", "Family", "Parameters", "Active", "Layers", "Hidden", "Heads", "KV heads", "Feed-forward"),
+    *("Vocabulary", "Experts", "Top k", "Expert", "Context"),
+)
 
 _HEAD = """\
 <!-- Written by 'make docs' from src/hexad/config/schema.py and model.py. Do not edit. -->
@@ -80,7 +84,7 @@ def page() -> str:
 
 def presets_page() -> str:
     """The page of presets."""
-    rows = []
+    rows = [f"| {' | '.join(_PRESET_COLUMNS)} |\n", f"|{'---|' * len(_PRESET_COLUMNS)}\n"]
     for name, family, *numbers in (row.values() for row in preset_table()):
         cells = [f"{number:,}" if number else "" for number in numbers]
         rows.append(f"| `{name}` | {family} | {' | '.join(cells)} |\n")

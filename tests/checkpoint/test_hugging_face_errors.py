@@ -31,8 +31,8 @@ def test_missing_keys_mean_what_they_mean_to_transformers(name: str) -> None:
     plain = {"head_dim": None} | {field.name: field.default for field in dataclasses.fields(config)}
     assert {key: value for key, value in kind.absent.items() if plain[key] != value} == {}
     bare: dict[str, Any] = {"model_type": name, "sliding_window": None}
-    if kind.latent:  # without experts
-        config.first_k_dense_replace = bare["first_k_dense_replace"] = config.num_hidden_layers
+    if name == "deepseek_v2":  # without which its layers cannot be computed
+        config.num_experts_per_tok = bare["num_experts_per_tok"] = 6
     ours = model_settings(bare, Path("config.json"))
     full = config.to_dict() | {"sliding_window": None, "architectures": [kind.classes[0]]}
     assert model_settings(json.loads(json.dumps(full, default=str)), Path("config.json")) == ours
@@ -64,6 +64,16 @@ SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 32}, {"layers": 32}),
     ("qwen2", {"layer_types": ["full_attention"] * 32}, {"layers": 32}),
     ("qwen3", {}, {"head_dim": 128, "qk_norm": True, "qkv_bias": False}),
+    ("mixtral", {"num_experts": 5}, {"moe": {"experts": 5, "top_k": 2, "ffn_hidden": 14336,
+                                             "score": "softmax_topk", "normalise": True}}),
+    ("mixtral", {"num_experts_per_tok": 1, "rope_theta": 7.0}, {"moe": {
+        "experts": 8, "top_k": 1, "ffn_hidden": 14336, "score": "topk_softmax"}}),
+    ("qwen3_moe", {"num_local_experts": 6, "decoder_sparse_step": 3, "output_router_logits": True},
+     {"moe": {"experts": 6, "top_k": 8, "ffn_hidden": 768, "score": "softmax_topk", "normalise": False,
+              "every": 3}}),
+    ("qwen3_moe", {"mlp_only_layers": [1, 2, 99], "num_hidden_layers": 5, "norm_topk_prob": True}, {"moe": {
+        "experts": 128, "top_k": 8, "ffn_hidden": 768, "score": "softmax_topk", "normalise": True,
+        "layers": [0, 3, 4]}}),
     ("gpt2", {"hidden_size": 48, "num_attention_heads": 4}, {"head_dim": 12, "ffn_hidden": 192}),
     ("gpt2", {"n_inner": 7, "attn_pdrop": 0.0}, {"ffn_hidden": 7, "dropout": 0.1, "attention_dropout": 0.0}),
 ]  # fmt: skip
@@ -88,8 +98,8 @@ def test_spellings(family: str, keys: dict[str, Any], wanted: dict[str, Any]) ->
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
-     'model_type: found "mixtral", not supported (MixtralForCausalLM); supported: LlamaForCausalLM, Mistral'),
+    ("llama", {"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"]},
+     'model_type: found "olmoe", not supported (OlmoeForCausalLM); supported: LlamaForCausalLM, Mistral'),
     ("llama", {"model_type": None}, "model_type: found null, not supported"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]},
      'architectures: found "LlamaForSequenceClassification", not supported; supported: LlamaForCausalLM'),
@@ -128,6 +138,26 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"mlp_bias": True}, "mlp_bias: found true"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: found {"),
     ("llama", {"num_experts": 8}, "num_experts: found 8"),
+    ("qwen3_moe", {"n_routed_experts": 8}, "n_routed_experts: found 8, which is not supported; expected 0"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts: found 0, expected a whole number from 1"),
+    ("qwen3_moe", {"num_experts": 8, "num_local_experts": 9}, "num_local_experts: found 9, but num_experts"),
+    ("qwen3_moe", {"mlp_only_layers": [0, -1]}, "mlp_only_layers: found [0, -1], expected a list of whole"),
+    ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers: found 3, expected a list of whole"),
+    ("qwen3_moe", {"decoder_sparse_step": 99}, "decoder_sparse_step: found 99, so that none of 24 layers"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob: found null, expected true or false"),
+    ("mixtral", {"router_jitter_noise": 0.01}, "router_jitter_noise: found 0.01, which is not supported"),
+    ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok: found null, expected a whole number"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, 'scoring_func: found "softmax", which is not supported'),
+    ("deepseek_v3", {"topk_method": "greedy"}, 'topk_method: found "greedy", which is not supported'),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: found 2, which is not supported; expected 1"),
+    ("deepseek_v3", {"n_group": None}, "n_group: found null, expected a whole number from 1"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts: found 0, expected a whole number from 1"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace: found -1, expected a whole"),
+    ("deepseek_v3", {"num_experts_per_tok": 1}, "norm_topk_prob: found true, which implementations under"),
+    ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor: found 0, expected a number above"),
+    ("deepseek_v2", {"num_experts_per_tok": 6, "norm_topk_prob": True}, "norm_topk_prob: found true, which"),
+    ("deepseek_v2", {"num_experts_per_tok": 6, "topk_method": "noaux_tc"}, 'topk_method: found "noaux_tc"'),
+    ("deepseek_v2", {}, "num_experts_per_tok: found null, expected a whole number from 1"),
     ("llama", {"is_causal": False}, "is_causal: found false"),
     ("llama", {"per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config: found {"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: found false"),

@@ -32,7 +32,16 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "data 3, zero 3": {"data": 3, "zero": 3},
     "data 2, tensor 2, zero 2": {"data": 2, "tensor": 2, "zero": 2},
 }
-GRID = list(itertools.product(LAYOUTS, theirs.MODELS))
+EXPERT_LAYOUTS = {
+    "expert 2": {"data": 2, "expert": 2},
+    "expert 2, expert tensor 2, zero 3": {"data": 2, "tensor": 2, "expert": 2, "expert_tensor": 2, "zero": 3},
+    "expert 2, pipeline 2": {"data": 2, "pipeline": 2, "expert": 2},
+}
+_EXPERTS = [n for n in theirs.MODELS if any("experts" in key for key in theirs.MODELS[n][1])]
+GRID = [
+    *itertools.product(LAYOUTS, theirs.MODELS),
+    *((layout, name) for layout in EXPERT_LAYOUTS for name in _EXPERTS if "of three" not in name),
+]
 COVERING = [
     ("tensor 2", "llama, tied, llama3 rope"),
     ("tensor 2", "gpt2, untied, narrow"),
@@ -41,6 +50,10 @@ COVERING = [
     ("data 3, zero 3", "qwen3, tied"),
     ("data 3, zero 3", "mistral"),
     ("data 2, tensor 2, zero 2", "qwen2, tied"),
+    ("tensor 2", "qwen3_moe"),
+    ("expert 2", "mixtral"),
+    ("expert 2, pipeline 2", "qwen3_moe, one expert, tied"),
+    ("expert 2, expert tensor 2, zero 3", "deepseek_v3"),
 ]
 """Every layout and family, tied and untied."""
 
@@ -116,13 +129,13 @@ def check(directory: Path, parallel: dict[str, int], pool: Pool) -> None:
 
 @pytest.mark.parametrize(("layout", "name"), COVERING)
 def test_every_rank_reads_its_share(layout: str, name: str, tmp_path: Path, pool: Pool) -> None:
-    check(theirs.save(name, tmp_path / "hf", torch.bfloat16), LAYOUTS[layout], pool)
+    check(theirs.save(name, tmp_path / "hf", torch.bfloat16), (LAYOUTS | EXPERT_LAYOUTS)[layout], pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name"), [case for case in GRID if case not in COVERING])
 def test_every_rank_of_any_layout(layout: str, name: str, tmp_path: Path, pool: Pool) -> None:
-    check(theirs.save(name, tmp_path / "hf", torch.float32), LAYOUTS[layout], pool)
+    check(theirs.save(name, tmp_path / "hf", torch.float32), (LAYOUTS | EXPERT_LAYOUTS)[layout], pool)
 
 
 def test_kv_heads_on_several_ranks_are_exported_and_loaded(tmp_path: Path, pool: Pool) -> None:
@@ -130,6 +143,36 @@ def test_kv_heads_on_several_ranks_are_exported_and_loaded(tmp_path: Path, pool:
     assert run.world(pool, 4, "parallel.tensor=4") == [(0, "")] * 4
     convert("export", run.directory, tmp_path / "hf")
     check(tmp_path / "hf", {"tensor": 4}, pool)
+
+
+def test_settings_of_experts_beside_a_loaded_model(tmp_path: Path) -> None:
+    """Those of training are taken; others must be the model's, which a dense one has none of."""
+    experts, dense = (theirs.save(name, tmp_path / name) for name in ("qwen3_moe", "qwen3"))
+
+    def loading(directory: Path, moe: dict[str, Any] | None) -> Config:
+        return build_config({"model": {"load": f"hf:{directory}", "moe": moe}, "data": {"sequence": 12}})
+
+    free = {"aux_loss": 0.01, "balance": "sequence", "dispatcher": "alltoall", "capacity_factor": 1.5}
+    moe = loading(experts, {**free, "experts": 6}).model.moe
+    assert moe is not None and {name: getattr(moe, name) for name in free} == free
+    assert (moe.experts, moe.top_k, moe.ffn_hidden, moe.normalise) == (6, 3, 20, False)
+    for directory, given, message in (
+        (experts, {"top_k": 2}, "model.moe.top_k: found 2, but hf:.* has 3; remove one of the two"),
+        (experts, {"normalise": True}, "model.moe.normalise: found True"),
+        (experts, None, "model.moe: found None, but hf:.* has {'experts': 6"),
+        (dense, {"experts": 4}, "model.moe: found {'experts': 4.* has None.*hexad checkpoint upcycle"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loading(directory, given)
+
+
+def test_a_run_resumes_with_other_settings_of_its_experts_training(tmp_path: Path) -> None:
+    run = small_run(tmp_path, "mixtral", moe={"experts": 4, "top_k": 2})
+    assert run.train().status == 0
+    result = run.train("run.steps=3", "model.moe.aux_loss=0.1", "model.moe.dispatcher=alltoall")
+    assert result.status == 0, result.err
+    error = run.train("run.steps=4", "model.moe.top_k=3").error
+    assert error.startswith("model.moe.top_k: found 3, but checkpoint ") and " has 2" in error
 
 
 def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:

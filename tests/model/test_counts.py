@@ -3,15 +3,18 @@
 import math
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hexad.config import ConfigError
 from hexad.config.model import ModelSettings
-from hexad.model.configuration import build_config, load_config
+from hexad.model.configuration import build_config, complete_model, load_config
 from hexad.model.families import presets
+from hexad.model.hugging_face import config_json, model_settings
 from hexad.model.inventory import ModelInventory
-from hexad.planning.costs import flops_per_token, layer_costs, parameter_count
+from hexad.planning.costs import active_count, flops_per_token, layer_costs, parameter_count
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
 # embeddings counted once).
@@ -50,6 +53,79 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    # With the routers' biases, without layers that predict further tokens, which hubs count too.
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+    "moonlight-16b-a3b": 15_960_110_208,
+    "kimi-k2": 1_026_408_232_448,
+}
+
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_YARN = {"type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+_SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 1}
+# What the config.json of published models with experts says.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.02},
+    "mixtral-8x22b": {"model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384,
+        "num_hidden_layers": 56, "num_attention_heads": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "sliding_window": None, "output_router_logits": False, "router_aux_loss_coef": 0.001},
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    "qwen3-235b-a22b": {"model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    "deepseek-v2-lite": {"model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 10944,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000, "vocab_size": 102400, **_LATENT, "q_lora_rank": None, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy",
+        "rope_scaling": {**_YARN, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "deepseek-v3": {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000, "vocab_size": 129280, **_LATENT, "q_lora_rank": 1536,
+        **_SIGMOID, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1,
+        "rope_scaling": {**_YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    "moonlight-16b-a3b": {"model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 11264,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0, "vocab_size": 163840, **_LATENT, "q_lora_rank": None, **_SIGMOID,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "rope_scaling": None,
+        "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.446},
+    "kimi-k2": {"model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18432,
+        "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64, "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0, "vocab_size": 163840, **_LATENT, "q_lora_rank": 1536, **_SIGMOID,
+        "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0,
+        "rope_scaling": {**_YARN, "beta_fast": 1.0, "factor": 32, "mscale": 1.0, "mscale_all_dim": 1.0}},
+}  # fmt: skip
+# Billions of parameters in all and per token, as their papers and model cards round them; of DeepSeek-V2-Lite
+# and Moonlight without the embedding and the head.
+ROUNDED = {
+    "mixtral-8x7b": (46.7, 12.9),
+    "mixtral-8x22b": (141, 39),
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-235b-a22b": (235, 22),
+    "deepseek-v2-lite": (15.7, 2.4),
+    "deepseek-v3": (671, 37),
+    "moonlight-16b-a3b": (16, 2.24),
+    "kimi-k2": (1000, 32),
 }
 
 # Small odd shapes, one per way in which a family's count can differ.
@@ -61,7 +137,14 @@ SMALL = [
     {"family": "mistral", "layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 100, "vocab": 97},
     {"family": "qwen2", "layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "vocab": 97},
     {"family": "qwen3", "layers": 3, "hidden": 40, "heads": 8, "kv_heads": 4, "head_dim": 16, "vocab": 97},
-]
+    {"family": "mixtral", "layers": 2, "hidden": 48, "heads": 6, "vocab": 97, "moe": {"experts": 5}},
+    {"family": "qwen3_moe", "layers": 5, "hidden": 48, "heads": 6, "vocab": 97,
+     "moe": {"experts": 6, "top_k": 4, "ffn_hidden": 20, "every": 2}},
+    {"family": "deepseek_v3", "layers": 4, "hidden": 48, "heads": 6, "vocab": 97,
+     "mla": {"q_rank": 14, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7},
+     "moe": {"experts": 8, "top_k": 2, "ffn_hidden": 20, "shared_experts": 3, "score": "sigmoid",
+             "first_dense": 1, "groups": 4, "top_groups": 2}},
+]  # fmt: skip
 
 
 def model_of(settings: dict) -> ModelSettings:
@@ -80,6 +163,9 @@ def counted_by_transformers(model: ModelSettings) -> int:
             n_head=model.heads,
             n_inner=model.ffn_hidden,
         )
+    elif model.moe is not None:
+        keys = config_json(model, "float32", {})
+        config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     else:
         config = transformers.AutoConfig.for_model(
             model.family,
@@ -94,7 +180,9 @@ def counted_by_transformers(model: ModelSettings) -> int:
         )
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in built.parameters())  # shared ones come once
+    biases = [bias for name, bias in built.named_buffers() if name.endswith("e_score_correction_bias")]
+    parameters = [*built.parameters(), *biases]
+    return sum(parameter.numel() for parameter in parameters)  # shared ones come once
 
 
 @pytest.mark.parametrize("window", [1, 16, 64, 100])
@@ -129,13 +217,57 @@ def test_preset_equals_transformers(name: str) -> None:
     assert parameter_count(model) == counted_by_transformers(model)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_preset_is_the_published_configuration(name: str) -> None:
+    keys = {"max_position_embeddings": 4096, **CONFIGS[name]}
+    published = complete_model(ModelSettings.model_validate(model_settings(keys, Path("config.json"))))
+    ours, free = complete_model(ModelSettings(preset=name)).model_dump(), ("preset", "max_positions")
+    assert {key: value for key, value in published.model_dump().items() if key not in free} == {
+        key: value for key, value in ours.items() if key not in free
+    }
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_active_parameters_are_as_published(name: str) -> None:
+    model, (total, active) = model_of({"preset": name}), ROUNDED[name]
+    assert parameter_count(model) / 1e9 == pytest.approx(total, rel=0.03)
+    ends = 2 * int(model.vocab) * model.hidden if name in ("deepseek-v2-lite", "moonlight-16b-a3b") else 0
+    assert (active_count(model) - ends) / 1e9 == pytest.approx(active, rel=0.07)
+
+
+def test_active_parameters_equal_a_count_by_hand() -> None:
+    """mixtral-8x7b: two of eight experts, written out; of dense models all."""
+    attention, expert = 4096 * 4096 * 2 + 4096 * 1024 * 2, 3 * 4096 * 14336
+    layer = attention + 2 * expert + 8 * 4096 + 2 * 4096
+    assert active_count(model_of({"preset": "mixtral-8x7b"})) == 32 * layer + 2 * 32000 * 4096 + 4096
+    assert active_count(model_of({"preset": "llama2-7b"})) == PUBLISHED["llama2-7b"]
+
+
+def test_flops_with_experts_are_those_of_active_weights() -> None:
+    """qwen3-30b-a3b at 4096 tokens: what a token is multiplied by, and attention."""
+    sequence = 4096
+    model = model_of({"preset": "qwen3-30b-a3b"})
+    vectors = 48 * (2 * 2048 + 2 * 128) + 2048
+    multiplied = active_count(model) - vectors - 151936 * 2048
+    expected = 6 * multiplied + 6 * 48 * 32 * 128 * sequence
+    assert flops_per_token(model, sequence) == expected
+
+
+def test_settings_of_experts_beside_a_preset_complete_it() -> None:
+    model = model_of({"preset": "mixtral-8x7b", "moe": {"aux_loss": 0.01, "experts": 4}})
+    assert model.moe is not None
+    assert (model.moe.experts, model.moe.top_k, model.moe.ffn_hidden, model.moe.aux_loss) == (
+        4, 2, 14336, 0.01
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("settings", SMALL)
 def test_small_models_equal_transformers(settings: dict) -> None:
     model = model_of(settings)
     assert parameter_count(model) == counted_by_transformers(model)
 
 
-def test_frequency_scaling_belongs_to_llama_3_1_and_3_2() -> None:
+def test_presets_with_frequency_scaling() -> None:
     factors = {name: model_of({"preset": name}).rope_scaling for name in presets()}
     scaled = {name: scaling.factor for name, scaling in factors.items() if scaling}
     assert scaled == {
@@ -144,6 +276,9 @@ def test_frequency_scaling_belongs_to_llama_3_1_and_3_2() -> None:
         "llama3.1-405b": 8.0,
         "llama3.2-1b": 32.0,
         "llama3.2-3b": 32.0,
+        "deepseek-v2-lite": 40.0,
+        "deepseek-v3": 40.0,
+        "kimi-k2": 32.0,
     }
 
 
@@ -204,7 +339,7 @@ def test_unresolved_settings_are_named() -> None:
         parameter_count(ModelSettings(family="gpt2", vocab=256))
     short = parameter_count(ModelSettings(family="gpt2", vocab=256), sequence=10)
     assert parameter_count(ModelSettings(family="gpt2", vocab=256), sequence=11) - short == 256
-    with pytest.raises(ConfigError, match=r"model\.family: .*not support"):
+    with pytest.raises(ConfigError, match=r"model\.moe: found null, but mixtral has experts"):
         parameter_count(ModelSettings(family="mixtral", vocab=256))
 
 
@@ -213,7 +348,9 @@ def test_counting_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("settings", [{"preset": "llama3-8b"}, *SMALL])
+@pytest.mark.parametrize(
+    "settings", [{"preset": "llama3-8b"}, *(settings for settings in SMALL if "mla" not in settings)]
+)
 def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: dict) -> None:
     model = model_of(settings)
     work = layer_costs(model, 16)
@@ -222,10 +359,12 @@ def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: 
     again = model.layers * model.heads * model.head_dim * 16
     assert total == flops_per_token(model, 16) + again
     assert len(work.layers) == model.layers
-    layer = work.layers[-1]
+    layer, experts = work.layers[-1], model.moe
     assert layer.weight == 2 * sum(
         math.prod(weight.shape)
-        for parameter in ModelInventory(model).block(0).parameters
+        if experts is None or ".experts." not in weight.name
+        else math.prod(weight.shape[1:]) * experts.top_k
+        for parameter in ModelInventory(model).block(model.layers - 1).parameters
         for weight in parameter.weights
         if parameter.matrix
     )

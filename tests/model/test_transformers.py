@@ -12,10 +12,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.config import Config
+from hexad.config.model import ModelSettings
+from hexad.model.inventory import ModelInventory
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
 
-from ..checkpoint.hugging_face import exact_functions
+from ..checkpoint.hugging_face import exact_functions, randomise
 from ..layers import load_global, shard_of, whole_model
 from ..small import Tree, config_of, engine_of, microbatch_of, random_tokens
 
@@ -30,6 +32,8 @@ _LLAMA = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": 2, "ff
 _MLA = {"q_rank": 20, "kv_rank": 14, "nope_dim": 10, "rope_dim": 6, "value_dim": 12}
 _LATENT = {**{key: value for key, value in _LLAMA.items() if key != "kv_heads"}, "mla": _MLA,
            "norm_eps": 1e-4}  # fmt: skip
+_MOE = {"experts": 6, "top_k": 3, "ffn_hidden": 20}
+_SHARED = {"experts": 8, "top_k": 3, "ffn_hidden": 20, "shared_experts": 2}
 _MAGNITUDE = 0.1 * 0.8 * math.log(4.0) + 1
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_LLAMA},
@@ -38,6 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "yarn": {"family": "qwen2", **_LLAMA, "rope_theta": 100.0, "rope_scaling": _YARN},
     "yarn, not whole": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
         **_YARN, "truncate": False, "attention_factor": 0.7}},
+    "yarn, one frequency": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
+        **_YARN, "beta_fast": 1.0, "beta_slow": 1.0}},
+    "yarn, one frequency, not whole": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
+        **_YARN, "truncate": False, "beta_fast": 1.0, "beta_slow": 1.0}},
     "longrope, short": {"family": "phi3", **_LLAMA, "rope_scaling": {**_LONG, "original_positions": LENGTH}},
     "longrope, long": {"family": "phi3", **_LLAMA, "rope_scaling": {**_LONG, "original_positions": 22}},
     "mistral": {"family": "mistral", **_LLAMA, "head_dim": 10},
@@ -50,6 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
     "granite": {"family": "granite", **_LLAMA, "embedding_multiplier": 12.0, "attention_multiplier": 0.3,
                 "residual_multiplier": 0.22, "logits_scaling": 8.0},
     "deepseek_v3": {"family": "deepseek_v3", **_LATENT},
+    "deepseek_v3, experts": {"family": "deepseek_v3", **_LATENT, "moe": {
+        **_SHARED, "score": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "first_dense": 1}},
+    "deepseek_v3, experts, not normalised": {"family": "deepseek_v3", **_LATENT, "mla": {
+        **_MLA, "q_rank": None}, "moe": {**_SHARED, "score": "sigmoid", "normalise": False}},
+    "deepseek_v2, experts": {"family": "deepseek_v2", **_LATENT, "moe": {
+        **_SHARED, "normalise": False, "first_dense": 2}},
+    "deepseek_v2, experts in groups": {"family": "deepseek_v2", **_LATENT, "moe": {
+        **_SHARED, "normalise": False, "groups": 2, "top_groups": 1, "scale": 4.0}},
     "deepseek_v3, direct queries": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "q_rank": None}},
     "deepseek_v3, wide values": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "value_dim": 22}},
     "deepseek_v3, equal widths": {"family": "deepseek_v3", **_LATENT, "mla": {**_MLA, "value_dim": 16}},
@@ -59,6 +75,13 @@ CASES: dict[str, dict[str, Any]] = {
         "attention_multiplier": _MAGNITUDE**2 / 4},
     "deepseek_v3, yarn of rotated elements": {
         "family": "deepseek_v3", **_LATENT, "rope_theta": 100.0, "rope_scaling": _YARN},
+    "mixtral": {"family": "mixtral", **_LLAMA, "moe": {"experts": 5, "top_k": 2}},
+    "mixtral, one expert": {"family": "mixtral", **_LLAMA, "moe": {"experts": 3, "top_k": 1,
+                                                                  "score": "topk_softmax"}},
+    "qwen3_moe": {"family": "qwen3_moe", **_LLAMA, "moe": {**_MOE, "normalise": False}},
+    "qwen3_moe, normalised": {"family": "qwen3_moe", **_LLAMA, "moe": {**_MOE, "every": 2}},
+    "qwen3_moe, some dense": {"family": "qwen3_moe", **_LLAMA, "tied_embeddings": True,
+                              "moe": {**_MOE, "layers": [0, 2], "score": "topk_softmax"}},
     "gpt2": {"family": "gpt2", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB,
              "max_positions": 40},
 }  # fmt: skip
@@ -112,10 +135,13 @@ def oracle(name: str) -> transformers.PreTrainedModel:
                 further["original_max_position_embeddings"] = model.rope_scaling.original_positions
         if model.mla is not None:
             keys = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            further |= dict(zip(keys, CASES[name]["mla"].values())) | {"first_k_dense_replace": LAYERS}
+            further |= dict(zip(keys, CASES[name]["mla"].values()))
+            further |= {"first_k_dense_replace": LAYERS, "num_mtp_layers": 0}
             if model.attention_multiplier != 1 / 4:
                 rope |= {"mscale": 0.6, "mscale_all_dim": 0.8}
                 del rope["attention_factor"]
+        if model.moe is not None:
+            further |= experts_of(model)
         if model.family in ("mistral", "phi3"):
             further["sliding_window"] = model.sliding_window
         if model.head_dim != HIDDEN // HEADS and model.mla is None:
@@ -126,17 +152,42 @@ def oracle(name: str) -> transformers.PreTrainedModel:
             rms_norm_eps=model.norm_eps, rope_parameters=rope,
             tie_word_embeddings=bool(model.tied_embeddings), **further,
         )  # fmt: skip
-        theirs = transformers.AutoModelForCausalLM.from_config(config)
+        theirs = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     theirs = theirs.double()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+    randomise(theirs)
     return theirs
 
 
-def translated(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Their tensors under our names."""
-    return {ours: place.read(tensors) for ours, place in published_tensors(settings(name).model).items()}
+def experts_of(model: ModelSettings) -> dict[str, Any]:
+    """The keys of transformers for a model's experts, from what papers call them."""
+    moe, layers = model.moe, range(model.layers)
+    assert moe is not None
+    normalised = moe.normalise or moe.score == "topk_softmax"
+    keys: dict[str, Any] = {"num_experts_per_tok": moe.top_k}
+    if model.family == "mixtral":
+        return {**keys, "num_local_experts": moe.experts}
+    keys |= {"moe_intermediate_size": moe.ffn_hidden, "norm_topk_prob": normalised}
+    if model.mla is not None:
+        grouped = "group_limited_greedy" if moe.groups > 1 else "greedy"
+        keys |= {"topk_method": grouped, "n_group": moe.groups, "topk_group": moe.top_groups}
+        sizes = {"n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.first_dense}
+        return {**keys, **sizes, "n_routed_experts": moe.experts, "routed_scaling_factor": moe.scale}
+    dense = [] if moe.layers == "auto" else [number for number in layers if number not in moe.layers]
+    steps = {"decoder_sparse_step": moe.every, "mlp_only_layers": dense}
+    return {**keys, **steps, "num_experts": moe.experts}
+
+
+def translated(
+    name: str, tensors: Mapping[str, torch.Tensor], trained: bool = False
+) -> dict[str, torch.Tensor]:
+    """Their tensors under our names; ``trained``: of what gradients train."""
+    model = settings(name).model
+    weights = ModelInventory(model).weights()
+    return {
+        ours: place.read(tensors)
+        for ours, place in published_tensors(model).items()
+        if not (trained and weights[ours].frozen)
+    }
 
 
 def tokens_of(step: int = 0) -> torch.Tensor:
@@ -150,6 +201,9 @@ def relative(values: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def pieces(model: torch.nn.Module, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for declared in declared_parameters(model):
+        if gradients and declared.declaration.frozen:
+            assert declared.parameter.grad is None
+            continue
         tensor = declared.parameter.grad if gradients else declared.parameter
         assert tensor is not None, declared.declaration.name
         for start, piece, _ in declared.pieces:
@@ -169,7 +223,7 @@ def test_logits_and_gradients(name: str) -> None:
     loss = ours.loss_sum(tokens, labels)
     loss.backward()
     wanted_gradients = translated(
-        name, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+        name, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}, trained=True
     )
     scale = max(float(g.abs().max()) for g in wanted_gradients.values())
     seen = set()
@@ -182,13 +236,13 @@ def test_logits_and_gradients(name: str) -> None:
     assert seen == wanted_gradients.keys()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "mixtral", "deepseek_v3, experts"])
 def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
     theirs = oracle(name)
     config = settings(name)
     engine = engine_of(config)
     load_global(engine.stages[0], translated(name, theirs.state_dict()))
-    decayed = [p for p in theirs.parameters() if p.ndim == 2]
+    decayed = [p for p in theirs.parameters() if p.ndim > 1]
     others = [p for p in theirs.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],

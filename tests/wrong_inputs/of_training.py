@@ -89,7 +89,7 @@ TRAIN = (
     ("train run.yaml model.family=lama", "model.family: found 'lama', expected 'llama'"),
     (
         "train run.yaml model.family=mixtral",
-        "model.family: found 'mixtral', which this version does not support",
+        "model.moe: found null, but mixtral has experts; set {experts, top_k, ffn_hidden, ...}",
     ),
     (
         "train run.yaml model.family=gpt2 model.qk_norm=true",
@@ -162,8 +162,8 @@ TRAIN = (
         "model.rope_scaling.low_freq_factor: found 2.0, which type yarn does not use; remove it",
     ),
     (
-        "train run.yaml model.rope_scaling.type=yarn model.rope_scaling.beta_fast=1",
-        "model.rope_scaling.beta_fast: found 1.0, expected more than beta_slow 1.0",
+        "train run.yaml model.rope_scaling.type=yarn model.rope_scaling.beta_fast=0.9",
+        "model.rope_scaling.beta_fast: found 0.9, expected at least beta_slow 1.0",
     ),
     (
         "train run.yaml model.rope_scaling.type=longrope model.rope_scaling.short_factors=[1]",
@@ -483,6 +483,20 @@ TRAIN = (
     (
         "train run.yaml 'model.lora.targets=[q_prj]'",
         "model.lora.targets: found 'q_prj', which matches no name (did you mean 'q_proj'?)",
+    ),
+    (
+        "train run.yaml 'model.moe={experts: 4}' 'model.lora.targets=[router]'",
+        "model.lora.targets: found 'router', which matches no name of a layer that can have adapters, only",
+    ),
+    (
+        "train run.yaml model.family=mixtral 'model.moe={experts: 4}' 'model.train=[w1]'",
+        "model.train: selects a part of layers.0.ffn.experts.gate_up, but not "
+        "model.layers.0.block_sparse_moe.experts.0.w3.weight: the matrices of all experts",
+    ),
+    (
+        "train run.yaml model.family=mixtral 'model.moe={experts: 4}' 'model.train=[experts.2]'",
+        "model.train: selects a part of layers.0.ffn.experts.gate_up, but not "
+        "model.layers.0.block_sparse_moe.experts.0.w1.weight: the matrices of all experts",
     ),
     ("train run.yaml 'model.lora.targets=[norm]'", "model.lora.targets: found 'norm', which matches no name"),
     ("train run.yaml 'model.lora.targets=[]'", "model.lora.targets: found [], which adapts nothing"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError, blaming, dump_config, one_line
-from hexad.config.model import ModelSettings
+from hexad.config.model import ModelSettings, MoeSettings
 from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import reporting, sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
@@ -284,6 +284,11 @@ def different_setting(
         has = saved.get(name, _OLDER.get(name, value))
         if isinstance(has, dict):  # of an older version, without what its defaults are now
             has = ModelSettings.model_validate({name: has}).model_dump(mode="json")[name]
+        if name == "moe" and has is not None and value is not None:
+            others = (key for key in value if key not in MoeSettings.OF_TRAINING and has[key] != value[key])
+            if (key := next(others, None)) is None:
+                continue
+            name, has, value = f"moe.{key}", has[key], value[key]
         if has != value:
             return f"model.{name}", value, has
     return None

@@ -213,6 +213,13 @@ def keep_files(checkpoint: Path, files: Mapping[str, bytes]) -> dict[str, FileRe
     return {f"{FOLDER}/{name}": FileRecord.of(content) for name, content in files.items()}
 
 
+def tokenizer_files_of(checkpoint: Path, tokenizer: str) -> dict[str, bytes]:
+    """The files of a checkpoint's tokenizer by their paths: those that it keeps, or, of one that keeps none,
+    those of ``tokenizer``; empty for ``byte``."""
+    files = _content(checkpoint / FOLDER)
+    return files or ({} if tokenizer == "byte" else copied_files(tokenizer))
+
+
 def _content(folder: Path) -> dict[str, bytes]:
     """The content of all files in a folder, by their paths in it."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())

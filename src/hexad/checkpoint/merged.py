@@ -65,7 +65,7 @@ def _saved(checkpoint: Checkpoint) -> Weights:
     return Weights(f"checkpoint {checkpoint.path}", checkpoint.manifest.weights_only, tensors, read)
 
 
-def _published(model: HuggingFaceModel) -> Weights:
+def published_weights(model: HuggingFaceModel) -> Weights:
     """The weights of a Hugging Face directory."""
     tensors = {name: (model.dtypes[name], place.shape) for name, place in model.tensors.items()}
 
@@ -123,7 +123,7 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
             directory = hugging_face_directory(name)
             if directory is not None:
                 model, identity = stack.enter_context(opened_model(directory, config.model))
-                source = _published(model)
+                source = published_weights(model)
             else:
                 path = find_checkpoint(name)
                 opened = stack.enter_context(Checkpoint(path))

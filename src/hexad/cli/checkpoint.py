@@ -1,4 +1,4 @@
-"""``hexad checkpoint``: inspect, verify, import and export."""
+"""``hexad checkpoint``: inspect, verify, import, export and upcycle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from hexad.config import HexadError, counted, one_line
 
-from .options import answer, json_option, print_json
+from .options import answer, json_option, overrides_argument, print_json
 
 if TYPE_CHECKING:
     from hexad.checkpoint.manifest import Manifest
@@ -26,7 +26,7 @@ _NO_TOKENIZER = "note: no tokenizer found beside the weights; put one into {}"
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """Inspect and verify checkpoints; import models and others' checkpoints, export models."""
+    """Inspect and verify checkpoints; import models and others' checkpoints, export and upcycle models."""
 
 
 @checkpoint.command("inspect")
@@ -156,8 +156,12 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
     family, dtype, tokenizer = config.model.family, config.precision.dtype, config.data.tokenizer
     text = f"{where}: {family}, {imported.parameters:,} parameters in {dtype}, tokenizer {tokenizer}"
     document = {"path": str(where), "family": family, "parameters": imported.parameters}
-    note = () if imported.tokenizer else (_NO_TOKENIZER.format(tokenizer),)
-    answer(as_json, {**document, "dtype": dtype, "tokenizer": tokenizer}, text, *note)
+    notes = [] if imported.tokenizer else [_NO_TOKENIZER.format(tokenizer)]
+    if imported.left_out:
+        tensors = counted(imported.left_out, "tensor")
+        notes.append(f"note: {tensors} of layers that predict further tokens left out")
+    document |= {"dtype": dtype, "tokenizer": tokenizer, "left_out": imported.left_out}
+    answer(as_json, document, text, *notes)
 
 
 def _import_checkpoint(
@@ -234,3 +238,31 @@ def export_command(
         f"{counted(len(exported.files), 'file')} of weights, from {path}",
         *(f"note: {note}" for note in exported.notes),
     )
+
+
+@checkpoint.command("upcycle")
+@click.option("--from", "source", metavar="RUN_OR_CHECKPOINT|hf:DIR", required=True, help="The dense model.")
+@click.option("--to", "target", metavar="DIR", required=True, help="The checkpoint to write.")
+@overrides_argument
+@json_option
+def upcycle_command(source: str, target: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Write a checkpoint (weights only, step 0) of a model whose experts begin as copies of a dense model's
+    feed-forward layers (arXiv 2212.05055).
+
+    KEY=VALUE are settings of model.moe, such as model.moe.experts=8, and run.seed, from which the routers are
+    drawn.
+    """
+    from hexad.checkpoint.upcycling import upcycle
+    from hexad.planning.costs import active_count
+    from hexad.planning.saved_model import find_model
+
+    result = upcycle(find_model(source), Path(target), overrides, _resolved)
+    model, where = result.config.model, Path(target).resolve()
+    assert model.moe is not None
+    active = active_count(model)
+    sizes = f"{result.parameters:,} parameters, {active:,} per token"
+    text = f"{where}: {model.family} with {model.moe.experts} experts, top {model.moe.top_k}, {sizes}"
+    note = "note: computes another function: weights of experts do not add up to 1, or tokens skip experts"
+    document = {"path": str(where), "family": model.family, "parameters": result.parameters}
+    document |= {"active": active, "same_function": result.same}
+    answer(as_json, document, text, *([] if result.same else [note]))

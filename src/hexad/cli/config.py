@@ -253,13 +253,15 @@ def presets_command(as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("preset", no_wrap=True)
-    keys = ("layers", "hidden", "heads", "kv_heads", "vocab", "context")
-    for name in ("parameters", "layers", "hidden", "heads", "kv heads", "vocabulary", "context"):
+    keys = ("layers", "hidden", "heads", "kv_heads", "experts", "top_k", "vocab", "context")
+    sizes = ("layers", "hidden", "heads", "kv heads", "experts", "top k", "vocabulary", "context")
+    for name in ("parameters", "active", *sizes):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         cells = [f"{row[key]:,}" if row[key] is not None else "" for key in keys]
-        table.add_row(row["name"], rounded(row["parameters"]), *cells)
-    Console(highlight=False, width=max(90, get_terminal_size().columns)).print(table)
+        counts = (rounded(row[key]) for key in ("parameters", "active"))
+        table.add_row(row["name"], *counts, *cells)
+    Console(highlight=False, width=max(110, get_terminal_size().columns)).print(table)
 
 
 @config.command("from-deepspeed")

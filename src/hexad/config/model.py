@@ -212,6 +212,12 @@ class MoeSettings(Settings):
     forced: bool = False
     """Whether tokens are spread evenly, whatever their scores: for benchmarks."""
 
+    OF_TRAINING: ClassVar[tuple[str, ...]] = (
+        *("balance", "aux_loss", "z_loss", "bias_rate", "capacity_factor"),
+        *("dispatcher", "allowance", "forced"),
+    )
+    """The settings that weights do not depend on."""
+
     def in_layer(self, number: int) -> bool:
         """Whether a layer has experts."""
         if self.layers != "auto":

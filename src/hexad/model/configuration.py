@@ -8,7 +8,7 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, blaming, parse_config, read_tree, shown
 from hexad.config.hub import local, local_tokenizer
-from hexad.config.model import ModelSettings
+from hexad.config.model import ModelSettings, MoeSettings
 
 from .families import families, family, preset
 from .pretrained import with_source
@@ -78,6 +78,11 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
                 f"found {given['family']!r}, but model.preset {model.preset} is of family "
                 f"{shape['family']!r}; remove one of the two",
             )
+        if isinstance(experts := given.get("moe"), MoeSettings) and shape.get("moe") is not None:
+            given["moe"] = {
+                **shape["moe"],
+                **{name: getattr(experts, name) for name in experts.model_fields_set},
+            }
         given = {**shape, **given}
     if model.load is not None:
         given = with_source(model.load, given)
@@ -88,6 +93,9 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
             f"{model.hidden} is not divisible by model.heads {model.heads}; change one or set model.head_dim",
         )
     _check_latent(model)
+    if model.moe is None and not family(model.family).mixture(model):
+        settings = "{experts, top_k, ffn_hidden, ...}"
+        raise ConfigError("model.moe", f"found null, but {model.family} has experts; set {settings}")
     defaults = family(model.family).defaults(model)
     if sequence is not None:
         scaling = model.rope_scaling  # a model is made for what its frequencies are scaled for

@@ -5,12 +5,13 @@ mean what they mean to ``transformers``; the tests compare them with its classes
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from math import log
 from pathlib import Path
 from typing import Any
 
-from hexad.config import ConfigError, HexadError, one_line
+from hexad.config import ConfigError, HexadError, one_line, shown
 from hexad.config.files import read_json
 from hexad.config.model import ModelSettings, RopeScaling
 
@@ -91,9 +92,9 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
         HexadError: an architecture or a feature that is not supported, or a malformed value.
     """
     kind = _family(raw, path)
-    keys = ConfigFile({kind.aliases.get(key, key): value for key, value in raw.items()}, path, kind.absent)
+    keys = ConfigFile(_renamed(raw, path, kind), path, kind.absent)
     _refuse_unsupported(keys, kind)
-    settings: dict[str, Any] = {"family": kind.name, "qk_norm": kind.qk_norm}
+    settings: dict[str, Any] = {"family": kind.name, "qk_norm": kind.qk_norm, "moe": None}
     settings |= {name: getattr(kind, name) for name in BIASES}
     for key, names in kind.biases.items():
         settings |= dict.fromkeys(names, keys.switch(key))
@@ -108,19 +109,32 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     follow = {"kv_heads": heads, "head_dim": hidden // heads, "ffn_hidden": 4 * hidden}
     for name, absent in follow.items():
         settings[name] = keys.count(kind.keys[name], absent) if name in kind.keys else absent
-    settings.update(_rope(keys, "rotary_fraction" in kind.keys) if kind.rotary else {})
+    settings.update(_rope(keys, kind) if kind.rotary else {})
     return {**settings, **kind.read(keys)}
+
+
+def _renamed(raw: Mapping[str, Any], path: Path, kind: Family) -> dict[str, Any]:
+    """The keys under the names that the family reads; refuses two names with two values."""
+    renamed: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = kind.aliases.get(key, key)
+        if name in renamed and renamed[name] != value:
+            problem = f"but {name} is {shown(renamed[name])}; remove one of the two"
+            raise ConfigFile(raw, path, {}).problem(key, problem)
+        renamed[name] = value
+    return renamed
 
 
 def _family(raw: Mapping[str, Any], path: Path) -> Family:
     keys = ConfigFile(raw, path, {})
     classes, kind = raw.get("architectures"), raw.get("model_type")
     supported = ", ".join(family(name).classes[0] for name in families())
-    if kind not in families():
+    name = next((name for name in families() if kind in (name, *family(name).types)), None)
+    if name is None:
         shown = classes[0] if isinstance(classes, list) and classes else None
         named = f" ({shown})" if shown else ""
         raise keys.problem("model_type", f"not supported{named}; supported: {supported}")
-    known = family(kind)
+    known = family(name)
     for name in classes if isinstance(classes, list) else []:
         if name not in known.classes:
             raise keys.problem("architectures", f"not supported; supported: {supported}", name)
@@ -128,7 +142,7 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
 
 
 def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
-    only = {key: values for key, values in _ONLY.items() if key not in kind.unused}
+    only = {key: values for key, values in _ONLY.items() if key not in kind.reads}
     for key, values in {**only, **kind.also}.items():
         value = keys.raw.get(key)
         if key not in (*kind.keys.values(), *kind.biases) and value is not None and value not in values:
@@ -140,10 +154,10 @@ def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
         raise keys.problem("layer_types", f"but every layer must be {' or all '.join(kind.layer_types)}")
 
 
-def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
-    """Base of the frequencies, what of a head is rotated (``partial``: may be less than all), and the scaling
-    for longer sequences, from the keys of transformers 5 or before."""
-    raw = keys.raw
+def _rope(keys: ConfigFile, family: Family) -> dict[str, Any]:
+    """Base of the frequencies, what of a head is rotated, and the scaling for longer sequences, from the keys
+    of transformers 5 or before."""
+    raw, partial = keys.raw, "rotary_fraction" in family.keys  # may be less than all
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(name) or {}
     if not isinstance(rope, dict):
@@ -153,7 +167,7 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in ("default", *RopeScaling.USED):
         choices = ", ".join(["default", *RopeScaling.USED])
         raise keys.problem(f"{name}.rope_type", f"which is not supported; supported: {choices}", kind)
-    theta = keys.above_zero("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    theta = keys.above_zero("rope_theta", rope.get("rope_theta", raw.get("rope_theta", family.theta)))
     settings: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": None}
     if partial:
         fraction = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -204,6 +218,18 @@ def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) ->
     return settings
 
 
+def left_out(raw: Mapping[str, Any], path: Path, model: ModelSettings) -> str:
+    """Pattern of the published tensors, after :attr:`Family.base`, of layers that are left out: those that
+    predict further tokens (multi-token prediction). Empty where there are none."""
+    kind = family(model.family)
+    keys = ConfigFile(_renamed(raw, path, kind), path, {})
+    if not kind.prediction_layers or not keys.raw.get(kind.prediction_layers):
+        return ""
+    count = min(keys.count(kind.prediction_layers), model.layers)
+    numbers = "|".join(str(number) for number in range(model.layers, model.layers + count))
+    return re.escape(kind.layer).replace(r"\{\}", f"({numbers})") + ".+"
+
+
 def architecture(model: ModelSettings) -> Family:
     """The family as which ``transformers`` computes what this model does: its own, or one that has the biases
     and norms which were switched on or off.
@@ -223,6 +249,8 @@ def architecture(model: ModelSettings) -> Family:
     ]
     biases = ", ".join(f"{name} {getattr(model, name)}" for name in BIASES)
     known = f"{biases}, qk_norm {model.qk_norm}"
+    if model.moe is not None:
+        others.append(f"moe {shown(model.moe.model_dump(exclude_defaults=True))}")
     description = ", ".join([f"hidden {model.hidden}", heads, *others])
     raise ConfigError(
         "model.family",
@@ -232,7 +260,7 @@ def architecture(model: ModelSettings) -> Family:
 
 def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
     same = all(getattr(kind, name) == getattr(own, name) for name in ("norm", "rotary", "gated", "latent"))
-    if not same or model.qk_norm != kind.qk_norm or not _has_biases(model, kind):
+    if not same or model.qk_norm != kind.qk_norm or not _has_biases(model, kind) or not kind.mixture(model):
         return False
     if kind.whole_heads and model.hidden % model.heads:
         return False  # refused by its config class, though its layers could

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from hexad.config import ConfigError, HexadError, blaming, one_line, shown
 from hexad.config.hub import PREFIX as HUGGING_FACE
 from hexad.config.load import read_yaml
-from hexad.config.model import ModelSettings
+from hexad.config.model import ModelSettings, MoeSettings
 
 from .families import family
 from .hugging_face import CONFIG_FILE, OPTIONS, model_settings, read_config
@@ -43,14 +43,33 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if _complete(given):
             return given  # if the weights are wanted after all, whoever opens them says what is wrong
         raise
-    for name in source.model_fields_set - {*FREE, *_unused(source.family), *_movable(source.family)}:
+    if isinstance(experts := given.get("moe"), MoeSettings) and source.moe is not None:
+        given["moe"] = _experts(load, source.moe, experts)
+    for name in source.model_fields_set - {*FREE, *_unused(source.family), *_movable(source.family), "moe"}:
         if name in given and given[name] != (wanted := getattr(source, name)):
-            plain = _plain(given[name])
-            raise ConfigError(
-                f"model.{name}",
-                f"found {plain!r}, but {load} (model.load) has {_plain(wanted)!r}; remove one of the two",
-            )
+            raise _contradiction(load, name, given[name], wanted)
+    if "moe" in given and (given["moe"] is None) != (source.moe is None):
+        raise _contradiction(load, "moe", given["moe"], source.moe)
     return {**{name: getattr(source, name) for name in source.model_fields_set}, **given}
+
+
+def _experts(load: str, source: MoeSettings, given: MoeSettings) -> MoeSettings:
+    """The experts of the weights, with the settings of their training that were given; others must be the
+    same."""
+    values = {name: getattr(given, name) for name in given.model_fields_set}
+    values = {name: value for name, value in values.items() if value != "auto" or name in given.OF_TRAINING}
+    for name, value in values.items():
+        if name not in given.OF_TRAINING and value != (wanted := getattr(source, name)):
+            raise _contradiction(load, f"moe.{name}", value, wanted)
+    return source.model_copy(update=values)
+
+
+def _contradiction(load: str, name: str, value: Any, wanted: Any) -> ConfigError:
+    found, other = (shown(_plain(each)) for each in (value, wanted))
+    fix = "; hexad checkpoint upcycle makes one with experts" if name == "moe" and wanted is None else ""
+    return ConfigError(
+        f"model.{name}", f"found {found}, but {load} (model.load) has {other}; remove one of the two{fix}"
+    )
 
 
 def _complete(given: Mapping[str, Any]) -> bool:
@@ -59,6 +78,7 @@ def _complete(given: Mapping[str, Any]) -> bool:
     kind = family(given.get("family", ModelSettings().family))
     same = {*OPTIONS, "attention_multiplier", "out_bias", "mlp_bias"} - set(kind.keys)
     same |= set() if kind.latent else {"mla"}
+    same |= set() if kind.experts else {"moe"}
     free = {*FREE, *_unused(kind.name), *_movable(kind.name), *same}
     return set(ModelSettings.model_fields) - free <= set(given)
 

@@ -3,6 +3,7 @@ patterns of names. No torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,8 +73,24 @@ class Trained:
             return False
         return self.targets is None or selects(self.targets, self._names(module))
 
-    def _names(self, name: str) -> tuple[str, str]:
-        return name, self.family.published(name)
+    def _names(self, name: str) -> tuple[str, ...]:
+        return name, *self.family.names(name)
+
+    def in_part(self, weight: str, experts: int) -> str | None:
+        """A published name of a matrix that the patterns do not select, though they select others of the same
+        stack of so many experts' matrices; None if they select all or none of it."""
+        patterns = self.patterns or ()
+        if not self.family.of_experts(weight) or selects(patterns, [weight, *self.family.spellings(weight)]):
+            return None
+        # Only such patterns distinguish experts.
+        numbered = any(re.search(r"[0-9?[]", pattern) for pattern in patterns)
+        names = [
+            path.format(number)
+            for path in self.family.expert_names(weight)
+            for number in range(experts if numbered else 1)
+        ]
+        left = [name for name in names if not selects(patterns, [name])]
+        return left[0] if 0 < len(left) < len(names) else None
 
 
 def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequence[Sequence[str]]) -> None:
@@ -85,7 +102,9 @@ def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequenc
     """
     trained = Trained.of(model)
     modules = list(dict.fromkeys(name for output in outputs for name in output))
+    _check_experts(model, weights, trained)
     _check_used("model.train", trained.patterns or (), weights, trained)
+    _check_adapted(weights, modules, trained)
     _check_used("model.lora.targets", trained.targets or (), modules, trained)
     if trained.patterns == () and trained.lora is None:
         raise ConfigError("model.train", "found [], which trains nothing; use all, or patterns of names")
@@ -105,6 +124,32 @@ def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequenc
                     f"selects {other} but not {frozen[0]}, which are computed in one product; select all of "
                     f"{', '.join(names)}, or none",
                 )
+
+
+def _check_experts(model: ModelSettings, weights: Sequence[str], trained: Trained) -> None:
+    """Refuse patterns that select some of the experts' matrices that are trained as one."""
+    if model.moe is None or not trained.patterns:
+        return
+    for weight in weights:
+        if (other := trained.in_part(weight, model.moe.experts)) is not None:
+            raise ConfigError(
+                "model.train",
+                f"selects a part of {weight}, but not {other}: the matrices of all experts of a layer are "
+                "trained together; select all, or none",
+            )
+
+
+def _check_adapted(weights: Sequence[str], modules: Sequence[str], trained: Trained) -> None:
+    """Refuse targets of adapters that are weights which can have none."""
+    for pattern in trained.targets or ():
+        if any(selects([pattern], trained._names(module)) for module in modules):
+            continue
+        weight = next((name for name in weights if selects([pattern], trained._names(name))), None)
+        if weight is not None:
+            problem = f"found {pattern!r}, which matches no name of a layer that can have adapters"
+            raise ConfigError(
+                "model.lora.targets", f"{problem}, only {weight}; use model.train to train that"
+            )
 
 
 def _check_used(field: str, patterns: Sequence[str], names: Sequence[str], trained: Trained) -> None:

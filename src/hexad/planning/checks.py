@@ -250,9 +250,10 @@ def _rope_scaling(model: ModelSettings) -> Iterator[ConfigError]:
     pair = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
     if scaling.type in pair:
         large, small = (getattr(scaling, name) for name in pair[scaling.type])
-        if large <= small:
-            name, other = pair[scaling.type]
-            yield ConfigError(field + name, f"found {large}, expected more than {other} {small}")
+        equal = scaling.type == "yarn"  # one frequency, or one and the next: as Kimi K2 has it
+        if large < small or (large == small and not equal):
+            (name, other), least = pair[scaling.type], "at least" if equal else "more than"
+            yield ConfigError(field + name, f"found {large}, expected {least} {other} {small}")
 
 
 def _trained(model: ModelSettings) -> Iterator[ConfigError]:

@@ -60,11 +60,23 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     return sum(prod(weight.shape) for weight in weights.values())
 
 
+def active_count(model: ModelSettings) -> int:
+    """As :func:`parameter_count`, of what one token is computed with: of a layer's experts as many as it
+    passes."""
+    whole = _inventory(model, None)
+    moe, total = whole.settings.moe, 0
+    for weight in whole.weights().values():
+        share = (moe.top_k, moe.experts) if moe is not None and weight.grid == "expert" else (1, 1)
+        total += prod(weight.shape) * share[0] // share[1]
+    return total
+
+
 def trained_count(model: ModelSettings) -> int:
-    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters."""
+    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters and with biases
+    of routers, which loads change."""
     whole = _inventory(model, None)
     weights = [*whole.weights().values(), *whole.adapters().values()]
-    return sum(prod(weight.shape) for weight in weights if not weight.frozen)
+    return sum(prod(weight.shape) for weight in weights if not weight.frozen or weight.wide)
 
 
 def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) -> float:
@@ -122,20 +134,30 @@ def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:
 
 
 def preset_table() -> list[dict[str, Any]]:
-    """The name, family, exact number of parameters and sizes of every preset, family after family.
+    """The name, family, exact numbers of parameters and sizes of every preset, family after family.
 
-    ``context``: tokens of the longest sequence that it was published for; None if not stated.
+    ``active``: parameters that one token is computed with. ``experts``, ``top_k`` and ``expert_ffn_hidden``
+    are None without experts. ``context``: tokens of the longest sequence that it was published for; None if
+    not stated.
     """
     rows = []
     for name in presets():
         model = complete_model(ModelSettings(preset=name))
         sizes = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+        moe = model.moe
+        of_experts = {
+            "experts": moe.experts if moe else None,
+            "top_k": moe.top_k if moe else None,
+            "expert_ffn_hidden": int(moe.ffn_hidden) if moe else None,
+        }
         rows.append(
             {
                 "name": name,
                 "family": model.family,
                 "parameters": parameter_count(model),
+                "active": active_count(model),
                 **{size: int(getattr(model, size)) for size in sizes},
+                **of_experts,
                 "context": family(model.family).context(name),
             }
         )

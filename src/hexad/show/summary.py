@@ -12,7 +12,7 @@ from hexad.checkpoint.kept_tokenizer import saved_form
 from hexad.config import Config, HexadError, counted
 from hexad.config.load import read_yaml
 from hexad.planning import Resolved
-from hexad.planning.costs import parameter_count, trained_count
+from hexad.planning.costs import active_count, parameter_count, trained_count
 from hexad.planning.memory import MemoryPlan, largest
 
 from .run import read_metrics
@@ -37,6 +37,7 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
     return {
         "family": config.model.family,
         "parameters": parameter_count(config.model),
+        "active_parameters": active_count(config.model),
         "trained_parameters": trained_count(config.model),
         "tokens_per_step": tokens,
         "steps": config.run.steps,
@@ -112,10 +113,11 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
     host = f", and {memory['host'] / unit:,.2f} {name} in the host's" if memory["host"] else ""
     whole = facts["trained_parameters"] == facts["parameters"]
     trained = "" if whole else f", {_both(facts['trained_parameters'])} trained"
+    active = "" if config.model.moe is None else f", {rounded(facts['active_parameters'])} per token"
     ramp = config.batch.ramp
     grown = "" if ramp is None else f"from {ramp[0]:,} to "
     rows = {
-        "parameters": f"{_both(facts['parameters'])}{trained}: {facts['family']}, {shape}",
+        "parameters": f"{_both(facts['parameters'])}{active}{trained}: {facts['family']}, {shape}",
         "tokens": f"{facts['tokens_per_step']:,} per step ({grown}{config.batch.global_:,} sequences of "
         f"{config.data.sequence:,}), {_both(facts['tokens'])} in {facts['steps']:,} steps",
         "ranks": f"{facts['ranks']:,}{degrees_text(facts['degrees'])}{state}",

@@ -2,6 +2,7 @@
 adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -20,6 +21,7 @@ from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
 from hexad.model.inventory import ModelInventory
 from hexad.model.pretrained import HUGGING_FACE
 from hexad.model.transformer import DTYPES
+from hexad.parallel.rectangle import Rectangle
 
 from ..base import Base
 from ..kept_tokenizer import (
@@ -35,7 +37,7 @@ from ..reader import Checkpoint
 from ..tensor_file import Entry, TensorFileWriter, dtype_name
 from .files import GENERATION_FILE, appearing, has_tokenizer, other_settings, special_tokens, write_json
 from .names import PublishedTensor, published_tensors
-from .weights import INDEX_FILE, SINGLE_FILE, row_slices
+from .weights import INDEX_FILE, SINGLE_FILE, read_slices
 
 
 @dataclass(frozen=True)
@@ -168,17 +170,29 @@ def export_model(
 
 
 def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
-    """The published tensors of family ``kind``; without ``dtype`` in the format in which they are stored."""
+    """The published tensors of family ``kind``; without ``dtype`` in the format in which they are stored.
+
+    Raises:
+        HexadError: a tensor is missing, has another shape, or belongs to no part of the model.
+    """
+    inventory = ModelInventory(config.model)
+    ours = inventory.weights()
+    for name in weights.tensors:
+        if name not in ours and name not in inventory.adapters():
+            raise HexadError(f"{weights.where}: found tensor model.{name}, which the model does not have")
     parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
-    for ours, place in published_tensors(config.model, kind).items():
-        parts.setdefault(place.name, []).append((ours, place))
+    for name, place in published_tensors(config.model, kind).items():
+        weights.check(name, place.shape)
+        for part in place.forms[0]:
+            parts.setdefault(part.name, []).append((name, part))
     targets = []
-    for name, members in parts.items():
-        members.sort(key=lambda entry: entry[1].row)
-        for ours, place in members:
-            weights.check(ours, place.shape)
-        kept = reduce(torch.promote_types, (weights.dtype(ours) for ours, _ in members))
-        targets.append(_Target(name, tuple(members), dtype or kept))
+    for published, members in parts.items():
+        members.sort(key=lambda entry: entry[1].first)
+        stored = reduce(torch.promote_types, (weights.dtype(name) for name, _ in members))
+        written = dtype or stored
+        if dtype is not None and ours[members[0][0]].wide:  # changed in steps that 16 bits would round off
+            written = torch.promote_types(dtype, torch.float32)
+        targets.append(_Target(published, tuple(members), written))
     return targets
 
 
@@ -206,16 +220,17 @@ def _write(path: Path, described: Sequence[Entry], values: Iterable[Tensor]) -> 
 def _slices(weights: Weights, target: _Target) -> Iterator[Tensor]:
     """Yield a published tensor slice by slice, in its format."""
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
-        for row, rows in row_slices(target.shape, 8):
+        for rows in read_slices(Rectangle.whole(target.name, target.shape), 8):
+            begin, count = rows.offset[0], rows.sizes[0]
             columns = [
-                weights.read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts
+                weights.read(ours, (0, begin), (place.part.shape[0], count)).t()
+                for ours, place in target.parts
             ]
             yield _converted(torch.cat(columns, dim=1), target)
         return
     for ours, place in target.parts:
-        for row, rows in row_slices(place.shape, 8):
-            offset, sizes = (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:])
-            yield _converted(weights.read(ours, offset, sizes), target)
+        for part in read_slices(place.part, 8):
+            yield _converted(weights.read(ours, part.offset, part.sizes), target)
 
 
 def _converted(values: Tensor, target: _Target) -> Tensor:
@@ -363,7 +378,9 @@ def _config(config: Config, kind: Family, ranks: dict[str, int], base: Base | No
 
 def _short(module: str, adapted: Sequence[str], model: ModelSettings, kind: Family) -> str:
     """The shortest end of an adapted module's name that no other module has but adapted ones."""
-    names = {kind.published(name.rpartition(".")[0]) for name in ModelInventory(model).weights()}
+    names = {
+        kind.published(re.sub(r"\.(weight|bias)$", "", name)) for name in ModelInventory(model).weights()
+    }
     parts = module.split(".")
     ends = (".".join(parts[begin:]) for begin in range(len(parts) - 1, -1, -1))
     return next(

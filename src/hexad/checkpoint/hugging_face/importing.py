@@ -20,7 +20,7 @@ from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
 from ..tensor_file import Part, TensorFile, write_shard
 from .files import appearing, check_links, has_tokenizer
-from .weights import HuggingFaceModel, row_slices
+from .weights import HuggingFaceModel, read_slices
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
 
@@ -33,11 +33,13 @@ class ImportedModel:
         config: of the checkpoint, resolved.
         parameters: in all.
         tokenizer: whether one came with the model.
+        left_out: tensors of layers that predict further tokens, which were not imported.
     """
 
     config: Config
     parameters: int
     tokenizer: bool
+    left_out: int
 
 
 def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> ImportedModel:
@@ -56,17 +58,15 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
-            sizes: Counter[torch.dtype] = Counter()
-            for name, dtype in model.dtypes.items():
-                sizes[dtype] += math.prod(model.tensors[name].shape)
-            config = with_precision(plain, sizes.most_common(1)[0][0])  # of most of its values
+            parameters = sum(math.prod(place.shape) for place in model.tensors.values())
+            config = with_precision(plain, precision_of(model))
             config, others = with_tokenizer(config, source, partial, to.resolve())
-            index = _written(model, partial)
+            index, left_out = _written(model, partial), model.left_out
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
         origin = origin_of(f"imported from {source.resolve()}", str(torch.__version__))
         write_manifest(partial, index, expected, config, progress, origin, others)
-    return ImportedModel(config, sizes.total(), has_tokenizer(source))
+    return ImportedModel(config, parameters, has_tokenizer(source), left_out)
 
 
 def check_target(to: Path) -> None:
@@ -77,6 +77,14 @@ def check_target(to: Path) -> None:
     """
     if STEP_NAME.fullmatch(to.name):
         raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
+
+
+def precision_of(model: HuggingFaceModel) -> torch.dtype:
+    """The format of most of a model's values."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, dtype in model.dtypes.items():
+        sizes[dtype] += math.prod(model.tensors[name].shape)
+    return sizes.most_common(1)[0][0]
 
 
 def with_precision(config: Config, dtype: torch.dtype) -> Config:
@@ -100,8 +108,8 @@ def _written(model: HuggingFaceModel, directory: Path) -> Index:
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
     parts = [Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items()]
     slices = (
-        model.read(whole.rows(row, row + rows))
+        model.read(part)
         for name, whole in wholes.items()
-        for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize)
+        for part in read_slices(whole, model.dtypes[name].itemsize)
     )
     return write_shard(directory, TensorFile.of_host(0, {0: parts}), slices)

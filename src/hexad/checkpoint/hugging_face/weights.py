@@ -7,9 +7,13 @@ does the import, one slice after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import reduce
+from itertools import product
+from operator import add
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,16 +25,20 @@ from torch import Tensor
 from hexad.config import HexadError, one_line
 from hexad.config.files import read_json
 from hexad.config.model import ModelSettings
+from hexad.model.families import family
+from hexad.model.hugging_face import CONFIG_FILE, left_out, read_config
 from hexad.parallel.rectangle import Rectangle
 
 from ..tensor_file import SAFETENSORS, Chunk, dtype_name
-from .names import HEAD, PublishedTensor, located, published_tensors
+from .names import HEAD, PublishedTensor, assembled, located, published_tensors
 
 SLICE_BYTES = 64 * 2**20
 """Values held at a time while a model is read or written."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_LAYOUTS = (None, "pt", "mlx")
+"""What ``format`` in a file's header may be: matrices of others (``tf``, ``flax``) are transposed."""
 _WEIGHTS = {name: dtype for dtype, name in SAFETENSORS.items() if dtype.is_floating_point}
 """Formats of weights, by their names in safetensors."""
 
@@ -53,8 +61,9 @@ class HuggingFaceModel:
 
     Attributes:
         tensors: our global name -> its location.
-        dtypes: our global name -> the format it is stored in.
+        dtypes: our global name -> the format it is stored in; of parts in several, one that holds all.
         files: names of the weights' files.
+        left_out: tensors of layers that are not read: :func:`hexad.model.hugging_face.left_out`.
 
     Raises:
         HexadError: files that are missing or cannot be read; a tensor that is missing, unexpected, or of
@@ -68,11 +77,17 @@ class HuggingFaceModel:
         self._open = ExitStack()
         try:
             self._slices = self._opened()
-            self._names = located(self.tensors, self._slices, model, directory)
-            self.dtypes = {ours: self._checked(ours, place) for ours, place in self.tensors.items()}
+            further = left_out(read_config(directory), directory / CONFIG_FILE, model)
+            self._forms = located(self.tensors, self._slices, model, directory, further)
+            names = (name.removeprefix(family(model.family).base) for name in self._slices)
+            self.left_out = sum(re.fullmatch(further, name) is not None for name in names)
+            self.dtypes = {
+                ours: reduce(torch.promote_types, map(self._checked, form))
+                for ours, form in self._forms.items()
+            }
             self._tied = model.tied_embeddings and HEAD in self._slices
             if self._tied:
-                self._checked(HEAD, replace(self.tensors["embedding.weight"], name=HEAD))
+                self._checked(replace(self._forms["embedding.weight"][0], name=HEAD))
         except BaseException:
             self._open.close()
             raise
@@ -93,13 +108,16 @@ class HuggingFaceModel:
             dtype = self.dtypes[name]
             if not chunk.accepts(dtype):
                 raise HexadError(
-                    f"precision.dtype: {self.directory} stores {self._names[name]} in {dtype_name(dtype)}, "
+                    f"precision.dtype: {self.directory} stores {self._forms[name][0].name} in "
+                    f"{dtype_name(dtype)}, "
                     f"which does not fit into this run's {dtype_name(chunk.tensor.dtype)} master weights; "
                     f"use {'fp64' if dtype == torch.float64 else 'fp32'}"
                 )
-            for row, rows in row_slices(chunk.tensor.shape, dtype.itemsize):
-                part = chunk.rectangle.rows(row, row + rows)
-                chunk.tensor.detach().narrow(0, row, rows).copy_(self.read(part.named(name)))
+            begin = chunk.rectangle.offset
+            for part in read_slices(chunk.rectangle.named(name), dtype.itemsize):
+                starts = [offset - first for offset, first in zip(part.offset, begin)]
+                here = tuple(slice(start, start + size) for start, size in zip(starts, part.sizes))
+                chunk.tensor.detach()[here] = self.read(part)
 
     def read(self, rectangle: Rectangle) -> Tensor:
         """A rectangle of one of our tensors, in the format it is stored in.
@@ -108,18 +126,21 @@ class HuggingFaceModel:
             HexadError: it cannot be read, or a head that is tied has other values than the embedding.
         """
         name = rectangle.name
-        tensor = self.tensors[name]
-        place = tensor.place(rectangle)
-        values = self._slice(self._names[name], place)
-        if self._tied and name == "embedding.weight":
+        return assembled(self._forms[name], rectangle, self._read, self.dtypes[name])
+
+    def _read(self, part: PublishedTensor, rectangle: Rectangle) -> Tensor:
+        """A rectangle inside of one part."""
+        place = part.place(rectangle)
+        values = self._slice(part.name, place)
+        if self._tied and rectangle.name == "embedding.weight":
             head = self._slice(HEAD, place)
             # As bytes: NaN is not equal to itself.
             if head.dtype != values.dtype or not torch.equal(_bytes(head), _bytes(values)):
                 raise HexadError(
-                    f"{self.directory}: {HEAD} and {self._names[name]} differ, but config.json says "
+                    f"{self.directory}: {HEAD} and {part.name} differ, but config.json says "
                     "tie_word_embeddings; set it to false there, or remove the wrong tensor"
                 )
-        return values.t() if tensor.transposed else values
+        return part.ours(values, rectangle)
 
     def _slice(self, name: str, place: tuple[slice, ...]) -> Tensor:
         try:
@@ -137,19 +158,27 @@ class HuggingFaceModel:
             try:
                 self.files.append(file)
                 opened = self._open.enter_context(safe_open(path, framework="pt"))
-                slices.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                layout = (opened.metadata() or {}).get("format")
             except FileNotFoundError:
                 raise HexadError(f"{path}: missing, but {INDEX_FILE} names it") from None
             except (SafetensorError, OSError) as error:
                 raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
+            if layout not in _LAYOUTS:
+                problem = f"found format {layout!r}, whose matrices are transposed; expected 'pt'"
+                raise HexadError(f"{path}: {problem}")
+            for name in found:
+                if name in slices:
+                    raise HexadError(f"{path}: {name} is in another file of the model too")
+            slices.update(found)
         for name, file in named.items():
             if name not in slices:
                 raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")
         return slices
 
-    def _checked(self, ours: str, place: PublishedTensor) -> torch.dtype:
-        """Check the shape and format of a tensor; returns the format."""
-        name = self._names.get(ours, ours)
+    def _checked(self, place: PublishedTensor) -> torch.dtype:
+        """Check the shape and format of a published tensor; returns the format."""
+        name = place.name
         stored, dtype = self._slices[name], _WEIGHTS.get(self._slices[name].get_dtype())
         if tuple(stored.get_shape()) != place.stored_shape:
             raise HexadError(
@@ -183,14 +212,23 @@ def opened_model(directory: Path, model: ModelSettings) -> Iterator[tuple[Huggin
         yield source, f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
 
 
-def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of the parts of a tensor that are held at a time: :data:`SLICE_BYTES` at most, or one
-    row."""
-    if not math.prod(shape):
+def read_slices(rectangle: Rectangle, itemsize: int) -> Iterator[Rectangle]:
+    """The parts of a rectangle that are held at a time, in the order of its values: :data:`SLICE_BYTES` at
+    most, or one row of a matrix."""
+    if not rectangle.numel:
         return
-    count = max(1, SLICE_BYTES // (math.prod(shape[1:]) * itemsize))
-    for row in range(0, shape[0], count):
-        yield row, min(count, shape[0] - row)
+    most, sizes = SLICE_BYTES // itemsize, rectangle.sizes
+    last = max(0, len(sizes) - 2)
+    dim = next((dim for dim in range(last) if math.prod(sizes[dim + 1 :]) <= most), last)
+    count = max(1, most // math.prod(sizes[dim + 1 :]))
+    for index in product(*(range(size) for size in sizes[:dim])):
+        for begin in range(0, sizes[dim], count):
+            at = (*index, begin, *(0 for _ in sizes[dim + 1 :]))
+            yield replace(
+                rectangle,
+                offset=tuple(map(add, rectangle.offset, at)),
+                sizes=(*(1 for _ in index), min(count, sizes[dim] - begin), *sizes[dim + 1 :]),
+            )
 
 
 def _weight_files(directory: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Conversion of DeepSpeed's checkpoints: weights, Adam's moments and progress."""
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from hexad.checkpoint.hugging_face.importing import check_target, with_precision
-from hexad.checkpoint.hugging_face.names import HEAD, located, published_tensors
+from hexad.checkpoint.hugging_face.names import (
+    HEAD,
+    Form,
+    PublishedTensor,
+    assembled,
+    located,
+    published_tensors,
+)
 from hexad.checkpoint.tensor_file import SAFETENSORS, dtype_name
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config
 from hexad.model.trained import Trained
+from hexad.parallel.rectangle import Rectangle
 
 from ..facade.imported import ForeignTensor, ImportResult, model_directory, published_config, write_import
 from .saved_state import SavedState, SavedTensor
@@ -139,8 +147,8 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
     """The tensors under the names of the model that the settings describe, and which of its weights have
     moments; None: all."""
     tensors = published_tensors(model)
-    _unwrap(state, tensors["embedding.weight"].name)
-    names = located(tensors, state.weights, model, state.directory)
+    _unwrap(state, tensors["embedding.weight"].forms[0][0].name)
+    forms = located(tensors, state.weights, model, state.directory)
     if model.tied_embeddings and HEAD in state.weights:
         raise HexadError(
             f"{state.directory}: found {HEAD} with values of its own, but config.json says "
@@ -154,23 +162,43 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
 
     entries, trained = [], []
     for kind, held in kinds.items():
-        for ours, place in tensors.items():
-            saved = held.get(names[ours])
-            if saved is None:
+        for ours, form in forms.items():
+            saved = [held.get(part.name) for part in form]
+            if not any(saved):
                 continue
-            if saved.shape != place.stored_shape:
-                raise HexadError(
-                    f"{saved.file}: {names[ours]} has shape {saved.shape}, the model has {place.stored_shape}"
-                )
+            dtype = _checked(list(zip(form, saved)))
             if kind != "model":
                 trained.append(ours)
 
-            def read(kind: str = kind, ours: str = ours) -> Tensor:
-                return tensors[ours].read({tensors[ours].name: whole(kind, names[ours])})
-
-            entries.append(ForeignTensor(f"{kind}.{ours}", place.shape, saved.dtype, read))
+            read = partial(_values, form, tensors[ours].shape, dtype, partial(whole, kind))
+            entries.append(ForeignTensor(f"{kind}.{ours}", tensors[ours].shape, dtype, read))
     complete = not state.moments or set(trained) == set(tensors)
     return entries, None if complete else sorted(set(trained))
+
+
+def _values(form: Form, shape: tuple[int, ...], dtype: torch.dtype, whole: Callable[[str], Tensor]) -> Tensor:
+    """One of our tensors, from the complete tensors of its parts."""
+
+    def read(part: PublishedTensor, rectangle: Rectangle) -> Tensor:
+        return part.ours(whole(part.name)[part.place(rectangle)], rectangle)
+
+    return assembled(form, Rectangle.whole("", shape), read, dtype)
+
+
+def _checked(parts: Sequence[tuple[PublishedTensor, SavedTensor | None]]) -> torch.dtype:
+    """Check that all parts of one of our tensors are there, in their shapes; returns a format that holds
+    all."""
+    file = next(saved.file for _, saved in parts if saved is not None)
+    dtypes = []
+    for part, saved in parts:
+        if saved is None:
+            raise HexadError(f"{file}: {part.name} is missing beside others of its layer")
+        if saved.shape != part.stored_shape:
+            raise HexadError(
+                f"{saved.file}: {part.name} has shape {saved.shape}, the model has {part.stored_shape}"
+            )
+        dtypes.append(saved.dtype)
+    return reduce(torch.promote_types, dtypes)
 
 
 def _unwrap(state: SavedState, embedding: str) -> None:

@@ -98,6 +98,15 @@ class Family:
             without extensions that the preset lacks; for display.
         modules: our module -> its name in a published state dict. Several of ours with one of theirs are
             fused there, one after the other along the outputs.
+        experts: weight of a layer's experts -> names of an expert's matrices in published files, one after
+            the other in ours; ``{}`` is the number of the expert. Its name in ``modules`` is that of all
+            experts' in one tensor, as a model of ``transformers`` 5 has them in memory.
+        in_memory: our module -> its name in such a model, where files have another.
+        mixture: whether a model's experts are some that the family can have.
+        prediction_layers: key of ``config.json`` with the number of layers behind the last, which predict
+            further tokens and are left out.
+        types: further values of ``model_type``.
+        theta: what ``transformers`` takes for a missing base of the rotary frequencies.
         base: what all published names but the head's begin with; files saved without the head lack it.
         layer: what a layer's published names begin with, after ``base``.
         transposed: matrices of layers are stored as ``[in, out]``.
@@ -110,7 +119,7 @@ class Family:
         fixed: keys and the values with which ``transformers`` computes what we do; written on export, and
             any other value is refused on import.
         also: further values of ``fixed`` keys that mean the same.
-        unused: keys that mean nothing with the values of the others.
+        reads: keys that ``read`` accepts, and other families do not.
         read: settings from what else its ``config.json`` has; refuses what is not supported.
         write: keys of ``config.json`` from further settings.
     """
@@ -133,6 +142,12 @@ class Family:
     whole_heads: bool = False
     presets: Mapping[str, Shape] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
+    mixture: Callable[[ModelSettings], bool] = lambda model: model.moe is None
+    prediction_layers: str = ""
+    types: tuple[str, ...] = ()
+    theta: float = 10000.0
     base: str = "model."
     layer: str = "layers.{}."
     transposed: bool = False
@@ -143,7 +158,7 @@ class Family:
     layer_types: tuple[str, ...] = ("full_attention",)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     read: Callable[[ConfigFile], dict[str, Any]] = lambda keys: {}
     write: Callable[[ModelSettings], dict[str, Any]] = lambda model: {}
 
@@ -154,13 +169,48 @@ class Family:
 
     def published(self, name: str) -> str:
         """The name in a published state dict of one of our tensors, or of a module."""
-        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-        rest, before = (name, "") if layer is None else (layer[2], self.layer.format(layer[1]))
-        module = next((path for path in (rest, rest.rpartition(".")[0]) if path in self.modules), None)
+        before, rest = _in_layer(name)
+        return self._published(before, rest, self.modules)
+
+    def spellings(self, name: str) -> tuple[str, ...]:
+        """The names that one of our tensors, or a module, may have in a published state dict; the one in
+        files first."""
+        before, rest = _in_layer(name)
+        names = [self._published(before, rest, self.modules)]
+        if self._module(rest, self.in_memory) is not None:
+            names.append(self._published(before, rest, self.in_memory))
+        return tuple(names)
+
+    def names(self, name: str, expert: int = 0) -> tuple[str, ...]:
+        """All published names of one of our tensors or of a module; of a stack of experts' matrices, those of
+        one expert too. Empty where the family has none."""
+        if self.of_experts(name):
+            return (*self.spellings(name), *(path.format(expert) for path in self.expert_names(name)))
+        try:
+            return self.spellings(name)
+        except KeyError:
+            return ()
+
+    def of_experts(self, name: str) -> bool:
+        """Whether one of our tensors is published expert by expert."""
+        return _in_layer(name)[1] in self.experts
+
+    def expert_names(self, name: str) -> tuple[str, ...]:
+        """The names of the matrices of an expert, ``{}``, in one of our stacks."""
+        before, rest = _in_layer(name)
+        return tuple(f"{self.base}{self.layer.format(before)}{path}" for path in self.experts[rest])
+
+    def _published(self, layer: str, rest: str, modules: Mapping[str, str]) -> str:
+        module = self._module(rest, modules)
         if module is None:
-            raise KeyError(name)
-        base = "" if layer is None and module == "head" else self.base
-        return f"{base}{before}{self.modules[module]}{rest.removeprefix(module)}"
+            raise KeyError(rest)
+        base = "" if not layer and module == "head" else self.base
+        before = self.layer.format(layer) if layer else ""
+        return f"{base}{before}{modules[module]}{rest.removeprefix(module)}"
+
+    @staticmethod
+    def _module(rest: str, modules: Mapping[str, str]) -> str | None:
+        return next((path for path in (rest, rest.rpartition(".")[0]) if path in modules), None)
 
     def defaults(self, model: ModelSettings) -> dict[str, Any]:
         """What ``auto`` means for the settings that follow from others."""
@@ -177,3 +227,9 @@ class Family:
             "qk_norm": self.qk_norm,
             "attention_multiplier": 1 / sqrt(width if model.head_dim == "auto" else model.head_dim),
         }
+
+
+def _in_layer(name: str) -> tuple[str, str]:
+    """The number of a tensor's layer, empty outside of layers, and the rest of its name."""
+    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return ("", name) if layer is None else (layer[1], layer[2])

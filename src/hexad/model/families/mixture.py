@@ -1,0 +1,51 @@
+"""What families with experts have in common: how ``model.moe`` reads and is written in ``config.json``."""
+
+from typing import Any
+
+from hexad.config.model import ModelSettings, MoeSettings
+
+from .family import ConfigFile
+
+
+def softmax_weights(normalised: bool, top_k: int) -> dict[str, Any]:
+    """Settings of weights by a softmax over all experts; ``normalised``: divided by the sum of the chosen
+    ones', which for one expert makes them 1."""
+    if normalised and top_k == 1:
+        return {"score": "topk_softmax"}
+    return {"score": "softmax_topk", "normalise": normalised}
+
+
+def normalised(moe: MoeSettings) -> bool:
+    """Whether the weights of a token's experts add up to 1, or to ``scale``."""
+    return moe.score == "topk_softmax" or (moe.normalise and moe.top_k > 1)
+
+
+def chosen_by_softmax(model: ModelSettings) -> bool:
+    """Whether a model has experts that are weighted by a softmax, without groups, a scale or shared
+    experts."""
+    moe = model.moe
+    return (
+        moe is not None
+        and not moe.biased
+        and not moe.shared_experts
+        and moe.groups == moe.top_groups
+        and moe.scale == 1
+        and not moe.forced
+    )
+
+
+def expert_layers(model: ModelSettings) -> list[int]:
+    """Numbers of the layers with experts."""
+    return [number for number in range(model.layers) if model.moe is not None and model.moe.in_layer(number)]
+
+
+def whole_numbers(keys: ConfigFile, key: str) -> list[int]:
+    """A list of whole numbers from 0; null is an empty one."""
+    values = keys.raw.get(key)
+    if values is None:
+        return []
+    if not isinstance(values, list):
+        raise keys.problem(key, "expected a list of whole numbers from 0")
+    if any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in values):
+        raise keys.problem(key, "expected a list of whole numbers from 0")
+    return values

@@ -29,7 +29,7 @@ from ..compat.megatron import test_layers as megatron_layers
 from ..generation import test_parity as generation
 from ..parity import harness
 from ..parity.context_cases import CONTEXT_GRID
-from ..parity.expert_cases import MIXTRAL
+from ..parity.expert_cases import CAPACITY, MIXTRAL
 from ..parity.harness import DROPPED, VARIANTS, Case, deep
 from .mutations import applied
 from .races import simulated
@@ -228,6 +228,9 @@ SCENARIOS: dict[str, Scenario] = {
     "LoRA, zb_h1, tensor 2, zero 2": train(harness.ADAPTED_GRID[0]),
     "copied KV heads, tensor 4": train(harness.COPIED_GRID[0]),
     "experts, data 2, tensor 2, zero 3": train(Case(MIXTRAL, 2, 2, expert=2, zero=3, samples=6)),
+    "experts, capacity, all_gather": train(
+        Case(CAPACITY, 2, 2, expert=2, dispatcher="all_gather", samples=6)
+    ),
     "latent attention, tensor 2 + sequence": train(harness.LATENT_GRID[0]),
     "latent attention, LoRA, tensor 2": train(
         Case(harness.adapted(harness.LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)

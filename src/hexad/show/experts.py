@@ -81,7 +81,9 @@ def experts_text(loads: Loads) -> RenderableType:
         entropy = f"{loads.values(layer, 'entropy')[-1]:.3f}"
         table.add_row(str(layer), f"{imbalance[-1]:.3f}", sparkline(imbalance), entropy, dropped)
     note = "imbalance: load of the expert that has most, relative to the mean; entropy: of scores, in nats"
-    return Group(Text(f"{loads.directory}: steps {loads.steps[0]} to {loads.steps[-1]}"), table, note)
+    return Group(
+        Text(f"{loads.directory.resolve().name}: steps {loads.steps[0]} to {loads.steps[-1]}"), table, note
+    )
 
 
 @styled

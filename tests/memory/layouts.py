@@ -111,6 +111,9 @@ _TABLE = """
 1 1 4 | e4 z2           | none              | bf16        | shared experts
 1 2 2 | e2 z2 zb_v      | none              | fp32        | experts
 1 2 2 | e2 z3 interleaved | full            | bf16        | shared experts
+1 1 1 |                 | none              | fp32        | experts with adapters
+1 1 2 | e2 z3           | selective         | bf16        | experts with adapters
+1 2 1 | zb_h1           | none              | fp32        | experts with adapters
 1 1 1 |                 | none              | fp32        | latent
 1 1 1 |                 | selective         | bf16        | latent
 2 1 1 | seq             | none              | fp32        | latent
@@ -153,6 +156,10 @@ _MODELS: dict[str, dict[str, Any]] = {
     "dropped": {"attention_dropout": 0.1},
     "window": {"family": "mistral", "sliding_window": 100},
     "experts": {"moe": {**_EVEN, "top_k": 2, "ffn_hidden": 176}},
+    "experts with adapters": {
+        "moe": {**_EVEN, "top_k": 2, "ffn_hidden": 176},
+        "lora": {"rank": 8, "targets": ["q", "experts.gate_up", "experts.down"]},
+    },
     "shared experts": {
         "moe": {**_EVEN, "top_k": 2, "ffn_hidden": 88, "shared_experts": 2, "score": "sigmoid"}
     },

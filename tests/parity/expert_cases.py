@@ -6,7 +6,7 @@ from itertools import cycle, product
 from typing import Any
 
 from .. import pool as worker_pool
-from .harness import SMALL, Case, Variant, covering, up_to_three_microbatches
+from .harness import SMALL, Case, Variant, adapted, covering, up_to_three_microbatches
 
 EXPERT_SETTINGS = (
     "expert", "expert_tensor", "tensor_axis", "context", "pipeline", "data", "zero", "recompute",
@@ -90,6 +90,24 @@ def expert_cases() -> Iterator[Case]:
             )
 
 
+ADAPTED = tuple(
+    adapted(
+        variant,
+        "LoRA of experts",
+        train,
+        rank=3,
+        alpha=5.0,
+        targets=["q", "experts.gate_up", "experts.down", *more],
+    )
+    for variant, train, more in ((MIXTRAL, ["router"], []), (DEEPSEEK, "all", ["ffn.shared.*"]))
+)
+ADAPTED_EXPERTS = up_to_three_microbatches(
+    (
+        Case(ADAPTED[0], data=2, tensor=2, expert=2, expert_tensor=2, zero=3, dispatcher="alltoall"),
+        Case(ADAPTED[1], data=2, context=2, expert=4, pipeline=2, schedule="zb_h1", recompute="full"),
+        Case(ADAPTED[0], data=2, expert=2, zero=2, recompute="selective", dispatcher="all_gather"),
+    )
+)
 EVERY_EXPERT = up_to_three_microbatches(expert_cases())
 EXPERT_GRID = covering(EVERY_EXPERT, EXPERT_SETTINGS, 2)
 EXPERT_TRIPLES = EVERY_EXPERT[::97]

@@ -18,7 +18,7 @@ from .context_cases import (
     CONTEXT_TRIPLES,
     EVERY_CONTEXT,
 )
-from .expert_cases import EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS
+from .expert_cases import ADAPTED_EXPERTS, EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -75,6 +75,7 @@ def _by_layout(cases: Iterable[Case]) -> list[Case]:
             *COPIED_GRID,
             *ADAPTED_GRID,
             *EXPERT_GRID,
+            *ADAPTED_EXPERTS[:2],
             *LATENT_GRID,
             *CONTEXT_GRID,
         )

@@ -16,6 +16,7 @@ import hexad
 from hexad.checkpoint.base import Base, base_of, removal_notice
 from hexad.checkpoint.directory import check_same_model
 from hexad.checkpoint.manifest import read_manifest
+from hexad.checkpoint.merged import Weights, _merged
 from hexad.checkpoint.reader import Checkpoint
 from hexad.config import ConfigError, HexadError
 from hexad.dataset.load.loader import loader_from_config
@@ -122,19 +123,83 @@ def test_losses_are_those_of_peft(name: str, targets: Any, tmp_path: Path) -> No
     generator = torch.Generator().manual_seed(0)
     with theirs.exact_functions():
         for _ in range(STEPS):
-            batch = random_batch(generator)
-            result = engine.train_step([batch])
-            logits = model(batch.tokens).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.get_total_norm(parameter.grad for parameter in trained)
-            for weight in trained:
-                weight.grad.mul_(0.05 / norm)
-            optimizer.step()
-            assert result.loss == pytest.approx(loss.item(), rel=1e-9)
-            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-9)
-            assert norm > 0.05
+            compare_step(engine, model, optimizer, trained, random_batch(generator))
+
+
+def test_adapters_of_experts_are_merged_rectangle_by_rectangle() -> None:
+    config = build_config(
+        {"model": {"moe": {"experts": 4}, "lora": {"rank": 2, "alpha": 3.0, "targets": ["experts.*"]}}}
+    )
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((4, 2, 6, 5), (4, 5, 6)):
+        shapes = {"x": shape, "x.lora_a": (4, 2, shape[-1]), "x.lora_b": (*shape[:-1], 2)}
+        tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+        def read(name: str, offset: Any, sizes: Any, tensors: Any = tensors) -> torch.Tensor:
+            return tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, sizes))]
+
+        facts = {name: (torch.float32, shape) for name, shape in shapes.items()}
+        base = Weights("base", False, {"x": facts["x"]}, read)
+        own = Weights("own", False, {name: facts[name] for name in facts if name != "x"}, read)
+        added = 1.5 * torch.einsum("e...r,eri->e...i", tensors["x.lora_b"], tensors["x.lora_a"])
+        whole = tensors["x"] + added
+        offset, sizes = (1, *(1 for _ in shape[1:])), (2, *(n - 1 for n in shape[1:]))
+        part = whole[tuple(slice(o, o + n) for o, n in zip(offset, sizes))]
+        torch.testing.assert_close(_merged(own, base, config).read("x", offset, sizes), part)
+
+
+def compare_step(
+    engine: Engine, model: Any, optimizer: torch.optim.Optimizer, trained: list[Any], batch: Microbatch
+) -> None:
+    """A step of both, with clipping."""
+    result = engine.train_step([batch])
+    logits = model(batch.tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm(parameter.grad for parameter in trained)
+    for weight in trained:
+        weight.grad.mul_(0.05 / norm)
+    optimizer.step()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-9)
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-9)
+    assert norm > 0.05
+
+
+EXPERT_STACKS = ("gate_up", "down")
+
+
+def in_peft_by_experts(source: Path, adapters: dict[str, torch.Tensor]) -> Any:
+    """peft's model with adapters of experts (``target_parameters``): a product of low rank for each."""
+    names = [f"mlp.experts.{stack}_proj" for stack in EXPERT_STACKS]
+    settings = peft.LoraConfig(r=3, lora_alpha=7.0, target_modules=[], target_parameters=names)
+    model = peft.get_peft_model(theirs.load(source), settings)
+    for wrapper in model.modules():
+        if not isinstance(wrapper, peft.tuners.lora.layer.ParamWrapper):
+            continue
+        layer = next(n for n, m in model.named_modules() if m is wrapper).split("layers.")[1].split(".")[0]
+        stack = wrapper.parameter_name.removesuffix("_proj")
+        a, b = (adapters[f"layers.{layer}.ffn.experts.{stack}.lora_{half}"] for half in "ab")
+        first, second = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+        b = b.flatten(1, -2)
+        if first.shape[1] != a.shape[2]:  # peft takes the dims of the stack in their order
+            a, b = b.transpose(1, 2), a.transpose(1, 2)
+        first.data = a.flatten(0, 1).clone()
+        second.data = b.permute(1, 2, 0).flatten(1).clone()
+    return model
+
+
+def test_experts_have_the_losses_of_peft(tmp_path: Path) -> None:
+    source = theirs.save("mixtral", tmp_path / "hf", torch.float64)
+    engine = adapted(source, [f"experts.{stack}" for stack in EXPERT_STACKS])
+    model = in_peft_by_experts(source, adapters_of(engine))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.numel() for parameter in trained) == trained_count(engine.config.model)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(trained, LR, (0.9, 0.95), 1e-4, 0.1)
+    with theirs.exact_functions():
+        for _ in range(STEPS):
+            compare_step(engine, model, optimizer, trained, random_batch(generator))
 
 
 def test_adapters_train_in_fp16(tmp_path: Path) -> None:

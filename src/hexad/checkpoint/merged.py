@@ -86,10 +86,15 @@ def _merged(own: Weights, base: Weights, config: Config) -> Weights:
         first, second = (f"{name.removesuffix('.weight')}.lora_{which}" for which in "ab")
         if first not in own.tensors:
             return values
-        rank = own.tensors[first][1][0]
-        a = own.read(first, (0, offset[1]), (rank, sizes[1]))
-        b = own.read(second, (offset[0], 0), (sizes[0], rank))
+        stacked = len(offset) > 2  # a product for each expert: of all [experts], then as for a matrix
+        rank = own.tensors[first][1][-2 if stacked else 0]
+        before, parts = (tuple(offset[:1]), tuple(sizes[:1])) if stacked else ((), ())
+        a = own.read(first, (*before, 0, offset[-1]), (*parts, rank, sizes[-1]))
+        b = own.read(second, (*offset[:-1], 0), (*sizes[:-1], rank))
         wide = torch.promote_types(torch.promote_types(values.dtype, a.dtype), torch.float32)
+        if stacked:
+            product = torch.bmm(b.to(wide).flatten(1, -2), a.to(wide)).view(values.shape)
+            return torch.add(values.to(wide), product, alpha=lora.scale)
         return torch.addmm(values.to(wide), b.to(wide), a.to(wide), alpha=lora.scale)
 
     return Weights(own.where, False, {**base.tensors, **own.tensors}, read)

@@ -151,7 +151,8 @@ class LoraSettings(Settings):
     linear layer (query, key and value; gate and up) drop the same ones."""
     targets: Literal["all"] | tuple[str, ...] = "all"
     """The linear layers' outputs that are adapted: ``all``, or patterns as for ``model.train``, such as
-    ``[q_proj, v_proj]``."""
+    ``[q_proj, v_proj]``. Experts (``experts.gate_up``, ``experts.down``, each with a product of its own) by
+    patterns only, and without dropout, as PEFT's ``target_parameters``."""
 
 
 class MoeSettings(Settings):

@@ -27,6 +27,11 @@ class Experts(ShardedModule):
     def __init__(self, inventory: ExpertsSpec, shard: Shard, layer: int) -> None:
         super().__init__(shard)
         self.declare(*inventory.matrices)
+        lora = inventory.layer.lora
+        self.scale = 1.0 if lora is None else lora.scale
+        self.adapters = {
+            stack.name.rpartition(".")[2]: stack.adapter_names for stack in inventory.stacks if stack.rank
+        }
         self.layer, self.gated = layer, inventory.gated
         settings = inventory.settings
         static = on_device(shard.device, shard.dtype) and not shard.exact
@@ -56,10 +61,19 @@ class Experts(ShardedModule):
         exactly = self.shard.exact
         functions = exact_ops if exactly else ops
         activation = functions.weighted_swiglu if self.gated else functions.weighted_gelu
-        inner = grouped_linear(rows, self.gate_up, route.offsets, exactly)
+        inner = self._product("gate_up", rows, route.offsets)
         activated = activation(inner, of_rows, self.shard.compiled)
-        made = grouped_linear(activated, self.down, route.offsets, exactly, unused)
-        return combine(made, route, x, unused)
+        return combine(self._product("down", activated, route.offsets, unused), route, x, unused)
+
+    def _product(self, part: str, x: Tensor, offsets: Tensor, unused: bool = False) -> Tensor:
+        """Rows times the matrices of their experts, and what the adapters of these add."""
+        exactly = self.shard.exact
+        y = grouped_linear(x, getattr(self, part), offsets, exactly, unused)
+        if part not in self.adapters:
+            return y
+        a, b = (getattr(self, name) for name in self.adapters[part])
+        between = grouped_linear(x, a, offsets, exactly)
+        return torch.add(y, grouped_linear(between, b, offsets, exactly, unused), alpha=self.scale)
 
 
 class SharedGate(ShardedModule):

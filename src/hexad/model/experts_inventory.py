@@ -75,6 +75,82 @@ class GateSpec:
 
 
 @dataclass(frozen=True)
+class StackSpec:
+    """A stack of the experts' matrices, and its adapters: a product ``B A`` of low rank for each expert.
+
+    Attributes:
+        name: of the stack, from the stage's root.
+        shape: ``[experts, ..., in]``; the dims between are the outputs.
+        inner: the dim of the inner features, divided over ``expert_tensor``; dim 0 is over ``expert``.
+        std: standard deviation of the initial values.
+        layer: what it has in common with the layer's branches.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    inner: int
+    std: float
+    layer: LayerTraits
+
+    @property
+    def matrix(self) -> Parameter:
+        """The stack itself."""
+        frozen, divided = self.name in self.layer.frozen, {"expert": 0, "expert_tensor": self.inner}
+        weight = self._weight(self.name, self.shape, self.std, divided=divided, frozen=frozen)
+        return Parameter(self.name, (weight,))
+
+    @property
+    def rank(self) -> int:
+        """The rank of its adapters; 0 without."""
+        lora = self.layer.lora
+        return lora.rank if lora is not None and self.name in self.layer.adapted else 0
+
+    @property
+    def adapters(self) -> tuple[Parameter, ...]:
+        """``A`` of every expert and ``B`` of every expert; ``B`` begins with zeros."""
+        if not self.rank:
+            return ()
+        a, b = (self.shape[0], self.rank, self.shape[-1]), (*self.shape[:-1], self.rank)
+        # One of both is divided as the matrix, the other whole, with a part of its gradient on each rank.
+        divided: dict[str, Any] = {"divided": {"expert": 0, "expert_tensor": self.inner}}
+        whole: dict[str, Any] = {"divided": {"expert": 0}, "partial": frozenset({"expert_tensor"})}
+        sides = (divided, whole) if self.inner == len(self.shape) - 1 else (whole, divided)
+        weights = (
+            self._weight(f"{self.name}.lora_a", a, (3 * a[-1]) ** -0.5, adapter=True, **sides[0]),
+            self._weight(f"{self.name}.lora_b", b, 0.0, adapter=True, **sides[1]),
+        )
+        module = self.name.rpartition(".")[0]
+        return tuple(Parameter(f"{module}.{name}", (w,)) for name, w in zip(self.adapter_names, weights))
+
+    @property
+    def adapter_names(self) -> tuple[str, str]:
+        """The attributes that hold ``A`` and ``B``."""
+        part = self.name.rpartition(".")[2]
+        return f"lora_a_{part}", f"lora_b_{part}"
+
+    @property
+    def trained(self) -> bool:
+        """Whether its input is kept, for a weight's gradient."""
+        return bool(self.rank) or not self.matrix.frozen
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Stack and adapters."""
+        return self.matrix, *self.adapters
+
+    def products(self, rows: int, outputs: int, inputs: int) -> list[Product]:
+        """Those of ``rows`` rows, with features on a rank."""
+        products = [Product("F", rows, outputs, inputs), Product("B", rows, inputs, outputs)]
+        products += [] if self.matrix.frozen else [Product("W", outputs, inputs, rows)]
+        for m, n in ((self.rank, inputs), (outputs, self.rank)) if self.rank else ():
+            products += [Product("F", rows, m, n), Product("B", rows, n, m), Product("W", m, n, rows)]
+        return products
+
+    def _weight(self, name: str, shape: tuple[int, ...], std: float, **traits: Any) -> Weight:
+        return Weight(name, shape, grid="expert", decay=True, std=std, unit=self.layer.unit, **traits)
+
+
+@dataclass(frozen=True)
 class ExpertsSpec(BranchSpec):
     """A mixture of experts. Sizes are those of an even load.
 
@@ -126,20 +202,19 @@ class ExpertsSpec(BranchSpec):
         return GateSpec(self.layer) if self.shared is not None and self.settings.shared_gate else None
 
     @property
-    def matrices(self) -> tuple[Parameter, ...]:
-        """The stacks of the experts' matrices: gate and up side by side, and down. Dim 0 is divided over the
-        ``expert`` axis, inner features over ``expert_tensor``."""
+    def stacks(self) -> tuple[StackSpec, StackSpec]:
+        """The experts' matrices: gate and up side by side, and down."""
         experts, hidden, parts = self.settings.experts, self.layer.hidden, 2 if self.gated else 1
+        name, layer = f"{self.name}.experts", self.layer
         return (
-            self._stack("gate_up", (experts, parts, self.width, hidden), 2, self.layer.std),
-            self._stack("down", (experts, hidden, self.width), 2, self.layer.out_std),
+            StackSpec(f"{name}.gate_up", (experts, parts, self.width, hidden), 2, layer.std, layer),
+            StackSpec(f"{name}.down", (experts, hidden, self.width), 2, layer.out_std, layer),
         )
 
-    def _stack(self, part: str, shape: tuple[int, ...], inner: int, std: float) -> Parameter:
-        name = f"{self.name}.experts.{part}"
-        traits: dict[str, Any] = {"decay": True, "std": std, "unit": self.layer.unit, "grid": "expert"}
-        divided = {"expert": 0, "expert_tensor": inner}
-        return Parameter(name, (Weight(name, shape, divided, frozen=name in self.layer.frozen, **traits),))
+    @property
+    def matrices(self) -> tuple[Parameter, ...]:
+        """The stacks, and their adapters."""
+        return tuple(parameter for stack in self.stacks for parameter in stack.parameters)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -151,7 +226,8 @@ class ExpertsSpec(BranchSpec):
     @property
     def outputs(self) -> tuple[tuple[str, ...], ...]:
         """Names of the projections that can have adapters; those of one product together."""
-        return self.shared.outputs if self.shared is not None else ()
+        shared = self.shared.outputs if self.shared is not None else ()
+        return (*shared, *((stack.name,) for stack in self.stacks))
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -188,26 +264,17 @@ class ExpertsSpec(BranchSpec):
         inner = self.width // run.expert_tensor
         return inner * (2 if self.gated else 1), inner
 
-    def _trained(self, part: int) -> bool:
-        return not self.matrices[part].frozen
-
     def weight_products(self, run: Execution) -> list[Product]:
         """The router's, the experts', and those of the shared ones and their gate."""
         hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.rows(run)
-        sizes = (
-            (self.tokens(run), self.settings.experts, hidden),
-            (rows, outputs, hidden),
-            (rows, hidden, inner),
-        )
-        frozen = (self.router.parameters[0].frozen, *(matrix.frozen for matrix in self.matrices))
+        first, second = self.stacks
+        one = (self.tokens(run), self.settings.experts, self.router.parameters[0].frozen)
+        singles = [one] if self.gate is None else [one, (run.rows, 1, self.gate.parameters[0].frozen)]
         products = []
-        for (m, n, k), fixed in zip(sizes, frozen):
-            products += [Product("F", m, n, k), Product("B", m, k, n)]
-            products += [] if fixed else [Product("W", n, k, m)]
-        if self.gate is not None:
-            tokens = run.rows
-            products += [Product("F", tokens, 1, hidden), Product("B", tokens, hidden, 1)]
-            products += [] if self.gate.parameters[0].frozen else [Product("W", 1, hidden, tokens)]
+        for tokens, features, frozen in singles:
+            products += [Product("F", tokens, features, hidden), Product("B", tokens, hidden, features)]
+            products += [] if frozen else [Product("W", features, hidden, tokens)]
+        products += first.products(rows, outputs, hidden) + second.products(rows, hidden, inner)
         return products + (self.shared.products(run) if self.shared is not None else [])
 
     def _divided(self, run: Execution) -> int:
@@ -225,15 +292,18 @@ class ExpertsSpec(BranchSpec):
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out."""
         (outputs, inner), rows = self._widths(run), self.rows(run)
-        features = outputs + (self.layer.hidden if self._trained(0) else 0)
-        features += 0 if selective or not self._trained(1) else inner
+        first, second = self.stacks
+        features = outputs + (self.layer.hidden if first.trained else 0) + first.rank + second.rank
+        features += 0 if selective or not second.trained else inner
         kept = rows * features * run.byte + self._divided(run) + self._routed(run)
         return kept + (self.shared.kept(run, selective) if self.shared is not None else 0)
 
     def operands(self, run: Execution) -> int:
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
         (outputs, inner), rows, hidden = self._widths(run), self.rows(run), self.layer.hidden
-        features = (hidden + outputs) * self._trained(0) + (inner + hidden) * self._trained(1)
+        first, second = self.stacks
+        features = (hidden + outputs) * first.trained + (inner + hidden) * second.trained
+        features += 2 * (first.rank + second.rank)
         router = self.tokens(run) * (self.settings.experts * run.wide)
         own = rows * features * run.byte + router + self._divided(run)
         if not self._divided(run):
@@ -244,7 +314,12 @@ class ExpertsSpec(BranchSpec):
         """Bytes needed in the forward pass, above what is kept."""
         rows, hidden = self.rows(run), self.layer.hidden
         shared = self.shared.forward(run, selective) if self.shared is not None else 0
-        return max(2 * rows * hidden * run.byte, shared)
+        most = max(hidden, self._widths(run)[0]) if self._adapted else hidden
+        return max(2 * rows * most * run.byte, shared)
+
+    @property
+    def _adapted(self) -> bool:
+        return any(stack.rank for stack in self.stacks)
 
     def repeated(self, run: Execution, selective: bool) -> int:
         """As :meth:`forward`, where the last products are left out."""
@@ -258,13 +333,14 @@ class ExpertsSpec(BranchSpec):
             moments = self.shared.backward(run, selective, split)
             live = (self.shared.operands(run) if split else 0) - self.shared.kept(run, selective)
         sent, activated = rows * hidden * run.byte, rows * inner * run.byte
-        recomputed = activated if selective and self._trained(1) else 0
+        first, second = self.stacks
+        recomputed = activated if selective and second.trained else 0
         down = live + sent + recomputed + activated
-        moments.append(Moment(down + sent, down, (self.matrices[1],)))
+        moments.append(Moment(down + sent, down, second.parameters))
         live += activated - (0 if selective else activated) + (sent + activated if split else 0)
         gradient = live + rows * outputs * run.byte * 2
         live += rows * outputs * run.byte - activated
-        moments.append(Moment(max(gradient, live + 2 * sent), live + sent, (self.matrices[0],)))
+        moments.append(Moment(max(gradient, live + 2 * sent), live + sent, first.parameters))
         live += sent
         moments.append(Moment(live + run.stream(hidden), live, (self.router.parameters[0],)))
         return moments
@@ -272,5 +348,6 @@ class ExpertsSpec(BranchSpec):
     def weight_moments(self, run: Execution) -> list[Moment]:
         """Memory of ``W``."""
         moments = self.shared.weight_moments(run) if self.shared is not None else []
-        ours = (self.matrices[1], self.matrices[0], self.router.parameters[0])
+        first, second = self.stacks
+        ours = (*second.parameters, *first.parameters, self.router.parameters[0])
         return [*moments, *(Moment(0, 0, (parameter,)) for parameter in ours)]

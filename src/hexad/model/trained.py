@@ -71,7 +71,9 @@ class Trained:
         """Whether the output of a linear layer, by its complete module's name, has an adapter."""
         if self.lora is None:
             return False
-        return self.targets is None or selects(self.targets, self._names(module))
+        if self.targets is None:
+            return ".experts." not in module
+        return selects(self.targets, self._names(module))
 
     def _names(self, name: str) -> tuple[str, ...]:
         return name, *self.family.names(name)
@@ -106,6 +108,10 @@ def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequenc
     _check_used("model.train", trained.patterns or (), weights, trained)
     _check_adapted(weights, modules, trained)
     _check_used("model.lora.targets", trained.targets or (), modules, trained)
+    adapted = [name for name in modules if ".experts." in name and trained.adapted(name)]
+    if trained.lora is not None and trained.lora.dropout and adapted:
+        problem = f"found {trained.lora.dropout} with adapters of experts ({adapted[0]}), which have none"
+        raise ConfigError("model.lora.dropout", f"{problem}; use 0, or other targets")
     if trained.patterns == () and trained.lora is None:
         raise ConfigError("model.train", "found [], which trains nothing; use all, or patterns of names")
     if trained.targets == ():

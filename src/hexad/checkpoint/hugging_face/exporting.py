@@ -307,6 +307,12 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
             f"--adapter: checkpoint {checkpoint.path} has trained {others[0]} besides its adapters "
             "(model.train), which PEFT's format does not hold; export the merged model: leave --adapter out"
         )
+    stacks = [name for name in inventory.adapters() if ".experts." in name]
+    if stacks:
+        raise HexadError(
+            f"--adapter: checkpoint {checkpoint.path} has adapters of experts ({stacks[0]}), which this "
+            "export does not write; export the merged model: leave --adapter out"
+        )
     kind = architecture(config.model)
     modules = _modules(inventory, kind)
     tensors: dict[str, Tensor] = {}

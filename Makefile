@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 3
+# Comes with PyTorch for GPUs. Tests of kernels find it here without it being installed.
+TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test durations test-slow test-gpu check format docs clean
@@ -16,6 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	case "$$(uname -sm)" in "Linux x86_64") $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/kernels --upgrade $(TRITON);; esac
 	touch $(STAMP)
 
 demo: setup  ## train a small model on real text, on this machine

@@ -110,4 +110,5 @@ ADAPTED_EXPERTS = up_to_three_microbatches(
 )
 EVERY_EXPERT = up_to_three_microbatches(expert_cases())
 EXPERT_GRID = covering(EVERY_EXPERT, EXPERT_SETTINGS, 2)
-EXPERT_TRIPLES = EVERY_EXPERT[::97]
+MORE_EXPERTS = (*EVERY_EXPERT[::137], *ADAPTED_EXPERTS[2:])
+"""For the slow sweep."""

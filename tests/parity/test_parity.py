@@ -18,7 +18,7 @@ from .context_cases import (
     CONTEXT_TRIPLES,
     EVERY_CONTEXT,
 )
-from .expert_cases import ADAPTED_EXPERTS, EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS
+from .expert_cases import ADAPTED_EXPERTS, EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS, MORE_EXPERTS
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -48,7 +48,7 @@ from .harness import (
     values_in,
 )
 from .mutations import MUTATIONS
-from .table import PAGE, context_rows, pipeline_rows, rows, state_rows
+from .table import PAGE, context_rows, expert_rows, pipeline_rows, rows, state_rows
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,7 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
             *EVERY_LATENT,
             *CONTEXT_TRIPLES,
             *COMPILED_CONTEXT,
+            *MORE_EXPERTS,
         )
     ),
     ids=name_of,
@@ -142,7 +143,7 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
     """Other cases every time, and a step more; HEXAD_SEED repeats those of a failure."""
     seed = int(os.environ.get("HEXAD_SEED", time.time()))
     generator = random.Random(seed)
-    for every in (EVERY_PIPELINE, EVERY_STATE, EVERY_CONTEXT):
+    for every in (EVERY_PIPELINE, EVERY_STATE, EVERY_CONTEXT, EVERY_EXPERT):
         case = generator.choice(every)
         samples = generator.randint(1, 6) * case.variant.micro * case.data
         case = replace(case, samples=samples, steps=3)
@@ -183,7 +184,9 @@ def test_the_published_table_lists_the_grid() -> None:
     stages = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| pipeline")]
     assert [[entry.strip() for entry in row[:3]] for row in stages] == pipeline_rows()
     states = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| zero")]
-    assert [[entry.strip() for entry in row[:4]] for row in states] == state_rows() + context_rows()
+    assert [
+        [entry.strip() for entry in row[:4]] for row in states
+    ] == state_rows() + context_rows() + expert_rows()
     numbers = (
         [number for row in table for number in row[1:]]
         + [row[3] for row in stages]

@@ -56,7 +56,7 @@ class Experts(ShardedModule):
             counts = routing.counts
             if counts is not None and route.missed is not None:
                 counts[-1] += route.missed
-            weights = where.auxiliary.attach(weights, routing.losses, self.layer, counts)
+            weights = where.auxiliary.attach(weights, routing.losses, self.layer, counts, unused)
         rows, of_rows = dispatch(x, weights, route)
         exactly = self.shard.exact
         functions = exact_ops if exactly else ops

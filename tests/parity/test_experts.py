@@ -106,6 +106,13 @@ def test_layers_below_all_that_is_trained_are_counted_once(train: list[str], rec
     assert all(sum(load.tokens) for load in found.experts.values())
 
 
+def test_a_capacity_beyond_all_tokens_drops_nothing() -> None:
+    plain = Case(MIXTRAL, steps=1)
+    moe = {**MIXTRAL.model["moe"], "capacity_factor": 1e300}
+    large = Case(replace(MIXTRAL, model={**MIXTRAL.model, "moe": moe}), steps=1)
+    assert run_rank(large)[0] == run_rank(plain)[0]
+
+
 def planned(config: Config, world: int) -> tuple[list[Any], list[Any], int, int]:
     """(buckets of the memory plan, of the engine, bytes of optimizer state in the plan, in the engine)."""
     layout = Layout.from_settings(config.parallel, world)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hexad.model import ops
+from hexad.model.auxiliary import Auxiliary
 from hexad.model.experts import MixtureOfExperts
 from hexad.model.inventory import ModelInventory
 from hexad.model.positions import Geometry
@@ -82,12 +83,16 @@ def _through_experts(
     return total.detach(), x.grad, weights.grad
 
 
-def _exchanged(kind: str, allowance: float | None, routing: str, slices: int) -> tuple[Any, ...]:
+def _exchanged(
+    kind: str, allowance: float | None, routing: str, slices: int, bounded: bool = True
+) -> tuple[Any, ...]:
     world = torch.distributed.get_world_size()
     layout = Layout(world=world, expert=world // slices, expert_tensor=slices)
     mesh = Mesh.create(layout, torch.device("cpu"))
     ranks = mesh.expert_ranks()
-    route = Dispatcher(kind, EXPERTS, ranks, allowance).route(_chosen(routing, mesh.rank))
+    dispatcher, chosen = Dispatcher(kind, EXPERTS, ranks, allowance), _chosen(routing, mesh.rank)
+    with torch.device("meta"):  # where whatever is made without naming a device would be
+        route = dispatcher.route(chosen, bounded=bounded)
     missed = 0 if route.missed is None else int(route.missed)
     return *_through_experts(mesh.rank, route, ranks, slices), missed
 
@@ -126,6 +131,19 @@ def test_rows_beyond_a_buffer_are_counted(kind: str, pool: Pool) -> None:
     assert all(torch.isfinite(part).all() for *parts, _ in results for part in parts)
 
 
+@pytest.mark.parametrize("kind", ["alltoall", "all_gather"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_all_rows_have_a_place_where_nobody_would_look_at_those_without(
+    kind: str, routing: str, pool: Pool
+) -> None:
+    """In evaluation and generation, whatever the allowance."""
+    results = pool.run(2, _exchanged, kind, 1.0, routing, 1, False, keep="experts 1")
+    for rank, (*parts, missed) in enumerate(results):
+        assert missed == 0
+        for result, expected in zip(parts, _expected(rank, routing, 1), strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
 def _sent(kind: str, routing: str) -> tuple[int, int, list[int]]:
     """(bytes sent in a forward and a backward pass, this rank, rows for each rank)."""
     world = torch.distributed.get_world_size()
@@ -152,7 +170,7 @@ def test_bytes_sent_are_those_of_the_routing(kind: str, routing: str, pool: Pool
         if kind == "alltoall":
             counts = 4 * (EXPERTS - EXPERTS // world)
             # Forward: rows and weights away, results back. Backward: gradients of results away, the rest
-            back.expected = counts + away * (row + 8) + back * row + away * row + back * (row + 8)
+            expected = counts + away * (row + 8) + back * row + away * row + back * (row + 8)
         else:
             gathered = (world - 1) * TOKENS
             expected = gathered * 8 * TOP_K + gathered * (4 * row + 2 * 8 * TOP_K)
@@ -229,7 +247,9 @@ class Launches(TorchDispatchMode):
         return call
 
 
-def _layer_on_meta(kind: str, ranks: int, tokens: int) -> tuple[MixtureOfExperts, torch.Tensor, Geometry]:
+def _layer_on_meta(
+    kind: str, ranks: int, tokens: int, counted: bool
+) -> tuple[MixtureOfExperts, torch.Tensor, Geometry]:
     """A layer of bf16 on a device that has no values, on the first of so many ranks."""
     meta = torch.device("meta")
     moe = {"experts": 8, "top_k": TOP_K, "ffn_hidden": 32, "dispatcher": kind}
@@ -242,12 +262,19 @@ def _layer_on_meta(kind: str, ranks: int, tokens: int) -> tuple[MixtureOfExperts
     x = torch.empty(tokens, 64, dtype=torch.bfloat16, device=meta, requires_grad=True)
     positions = torch.zeros(tokens, dtype=torch.int64, device=meta)
     layer: Any = MixtureOfExperts(spec, shard, 0)  # type: ignore[arg-type]
-    return layer, x, Geometry(Spans(tokens, 2), positions)
+    counts = torch.empty(1, 8 + 3, dtype=torch.float64, device=meta)
+    auxiliary = (
+        Auxiliary((), torch.empty(0, dtype=torch.float64, device=meta), 1.0, counts) if counted else None
+    )
+    return layer, x, Geometry(Spans(tokens, 2), positions, auxiliary=auxiliary)
 
 
-def _passes_on_meta(kind: str, ranks: int, host_reads: bool) -> tuple[int, Counter[str]]:
+def _passes_on_meta(
+    kind: str, ranks: int, host_reads: bool, counted: bool = False
+) -> tuple[int, Counter[str]]:
     """(launches of a forward pass, bytes written by operator). A forward and a backward pass, in which
-    reading a count on the host would be an error: a device without values has none."""
+    reading a count on the host would be an error: a device without values has none. Of training, where loads
+    are ``counted``, or what training does besides."""
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     launches = Launches()
@@ -256,11 +283,13 @@ def _passes_on_meta(kind: str, ranks: int, host_reads: bool) -> tuple[int, Count
     ]
     # The kernel that adds weight gradients is compiled for a device.
     added = mock.patch.object(grouped, "add_gradients", lambda total, *rest, **_: total.zero_())
+    route = Dispatcher.route
+    bounded = mock.patch.object(Dispatcher, "route", lambda *given, bounded: route(*given))
     try:
         with ExitStack() as stack:
-            for patch in (*patches, added):
+            for patch in (*patches, added, *([] if counted else [bounded])):
                 stack.enter_context(patch)
-            layer, x, where = _layer_on_meta(kind, ranks, 96)
+            layer, x, where = _layer_on_meta(kind, ranks, 96, counted)
             if host_reads:
                 object.__setattr__(layer.experts.dispatcher, "allowance", None)
             with launches:
@@ -277,9 +306,11 @@ LAYERS = [("alltoall", 1), ("alltoall", 4), ("all_gather", 4)]
 
 @pytest.mark.parametrize(("kind", "ranks"), LAYERS)
 def test_the_host_waits_for_no_count_on_a_device(kind: str, ranks: int) -> None:
-    """And launches 40 kernels or less in a forward pass."""
+    """And launches 40 kernels or less in a forward pass, besides counting loads."""
     launches, _ = _passes_on_meta(kind, ranks, host_reads=False)
     assert 10 < launches <= 40
+    launches, _ = _passes_on_meta(kind, ranks, host_reads=False, counted=True)
+    assert launches <= 60
 
 
 @pytest.mark.parametrize("kind", ["alltoall", "all_gather"])

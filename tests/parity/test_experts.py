@@ -9,6 +9,7 @@ import torch
 
 from hexad.config import Config
 from hexad.engine.engine import Engine
+from hexad.engine.faults import StepResult
 from hexad.parallel.expert.grouped import add_gradients
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning import resolve
@@ -19,7 +20,7 @@ from hexad.topology.mesh import Mesh
 from ..layers import shard_of, whole_model
 from ..pool import Pool
 from .expert_cases import MIXTRAL
-from .harness import Case, assemble, microbatches, run_rank
+from .harness import Case, adapted, assemble, microbatches, run_rank
 
 
 @dataclass
@@ -29,7 +30,12 @@ class Recorder:
     losses: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def attach(
-        self, x: torch.Tensor, losses: Mapping[str, torch.Tensor], layer: int, counts: torch.Tensor
+        self,
+        x: torch.Tensor,
+        losses: Mapping[str, torch.Tensor],
+        layer: int,
+        counts: torch.Tensor,
+        repeated: bool,
     ) -> torch.Tensor:
         for name, loss in losses.items():
             self.losses.setdefault(name, []).append(loss)
@@ -80,6 +86,31 @@ def test_evaluation_has_no_auxiliary_losses() -> None:
     mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
     total, targets = Engine(case.config(), mesh).evaluate(microbatches(case, 0, 0))
     assert total / targets == pytest.approx(token_loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("train", [["head"], ["layers.2"], ["experts.gate_up"], ["layers.1.*.router"]])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_layers_below_all_that_is_trained_are_counted_once(train: list[str], recompute: str) -> None:
+    """They have no backward pass: their losses and loads are those of a step that trains everything."""
+    case = Case(MIXTRAL, steps=1, recompute=recompute)
+
+    def step(case: Case) -> StepResult:
+        engine = Engine(case.config(), Mesh.create(Layout(world=1), torch.device("cpu")))
+        return engine.train_step(microbatches(case, 0, 0))
+
+    wanted, found = step(case), step(replace(case, variant=adapted(MIXTRAL, "frozen", train)))
+    assert found.auxiliary == pytest.approx(wanted.auxiliary, rel=1e-12)
+    assert {layer: load.tokens for layer, load in found.experts.items()} == {
+        layer: load.tokens for layer, load in wanted.experts.items()
+    }
+    assert all(sum(load.tokens) for load in found.experts.values())
+
+
+def test_a_capacity_beyond_all_tokens_drops_nothing() -> None:
+    plain = Case(MIXTRAL, steps=1)
+    moe = {**MIXTRAL.model["moe"], "capacity_factor": 1e300}
+    large = Case(replace(MIXTRAL, model={**MIXTRAL.model, "moe": moe}), steps=1)
+    assert run_rank(large)[0] == run_rank(plain)[0]
 
 
 def planned(config: Config, world: int) -> tuple[list[Any], list[Any], int, int]:

@@ -208,7 +208,7 @@ def test_adapters_train_in_fp16(tmp_path: Path) -> None:
     source = theirs.save("llama", tmp_path / "hf")
     scaled = {"dtype": "fp16", "loss_scale_initial": 2.0**40, "loss_scale_hysteresis": 1}
     half, single = adapted(source, "all", scaled), adapted(source, "all", {"dtype": "fp32"})
-    frozen = [chunk.tensor.clone() for chunk in half.frozen()]
+    frozen = [chunk.tensor.clone() for chunk in half.fixed()]
     assert frozen and {tensor.dtype for tensor in frozen} == {torch.float16}
     batch = random_batch(torch.Generator().manual_seed(0))
     first, losses, scales = adapters_of(half), [], [2.0**40]
@@ -224,7 +224,7 @@ def test_adapters_train_in_fp16(tmp_path: Path) -> None:
         assert result.loss == pytest.approx(wanted.loss, rel=1e-3)
         assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-2)
     assert 2.0**8 < scales[-1] < 2.0**40 and losses[-1] < losses[0] - 0.1
-    for chunk, values in zip(half.frozen(), frozen):
+    for chunk, values in zip(half.fixed(), frozen):
         assert torch.equal(chunk.tensor, values), chunk.name
     assert all(not torch.equal(values, first[name]) for name, values in adapters_of(half).items())
 
@@ -280,6 +280,21 @@ def test_a_loop_of_ones_own_trains_adapters_as_the_command_does(tmp_path: Path, 
     assert losses == run.losses
     held_out = {"held out": data}
     assert hexad.evaluate(other.directory, held_out) == hexad.evaluate(run.directory, held_out)
+
+
+def test_biases_of_trained_routers_are_saved_beside_adapters(tmp_path: Path, data: str) -> None:
+    """They have no gradient, but change after each step: a run that is resumed equals one that is not."""
+    experts = {"experts": 8, "top_k": 2, "ffn_hidden": 16, "score": "sigmoid", "bias_rate": 0.05}
+    model = {"lora": {"rank": 2, "targets": ["q"]}, "train": ["router"], "moe": experts}
+    lines = []
+    for name, parts in (("whole", (4,)), ("resumed", (2, 4))):
+        run = write_run(tmp_path / name, data, model=model, data={"tokenizer": "byte"})
+        for steps in parts:
+            assert run.train(f"run.steps={steps}").status == 0
+        lines.append((run.directory / "experts.jsonl").read_text())
+        held = read_manifest(run.newest).tensors
+        assert "model.layers.0.ffn.router.bias" in held and "model.embedding.weight" not in held
+    assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize("zero", [0, 1])

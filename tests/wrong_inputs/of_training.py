@@ -132,6 +132,12 @@ TRAIN = (
         "train run.yaml 'model.moe={layers: [0, 4]}'",
         "model.moe.layers: found 4; expected numbers from 0 to 0",
     ),
+    ("train run.yaml 'model.moe={layers: []}'", "model.moe.layers: found [], no layer; use numbers"),
+    (
+        "train run.yaml 'model.moe={score: sigmoid}' 'model.train=[router.bias]'",
+        "model.train: found 'router.bias', which matches layers.0.ffn.router.bias, changed by "
+        "model.moe.bias_rate, not trained",
+    ),
     (
         "train run.yaml 'model.moe={bias_rate: 0.1}'",
         "model.moe.bias_rate: found 0.1 with score softmax_topk; it needs score: sigmoid, or 0",

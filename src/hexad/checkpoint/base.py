@@ -166,7 +166,7 @@ def load_model_weights(source: Path | str, config: Config, chunks: Sequence[Chun
         load_weights(config, source, chunks, axis)
         return
     weights = ModelInventory(config.model).weights() if config.model.lora is not None else {}
-    based = {f"model.{name}" for name, weight in weights.items() if weight.frozen}
+    based = {f"model.{name}" for name, weight in weights.items() if weight.fixed}
     own = [chunk for chunk in chunks if chunk.name not in based]
     manifest = load(source, own, axis, config.checkpoint.verify)
     if config.model.lora is not None:

@@ -124,11 +124,11 @@ class State:
 
     def chunks(self) -> list[Chunk]:
         """This rank's shard of the state that a checkpoint holds, as views: master weights, optimizer state,
-        and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
-        are left out: a checkpoint refers to where they came from."""
+        and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` weights that
+        nothing changes are left out: a checkpoint refers to where they came from."""
         adapters = self._described and self.config.model.lora is not None
-        chunks = [] if adapters else self.frozen()
-        chunks += self._weights(self.trained)
+        chunks = [] if adapters else self.fixed()
+        chunks += self._weights(bucket for bucket in self.buckets if not bucket.plan.fixed)
         for bucket in self.trained:
             for kind, tensor in self.optimizer.rule.state(bucket):
                 chunks += self._pieces(bucket, kind, tensor)
@@ -178,9 +178,9 @@ class State:
             for rectangle, _, values in bucket.weights(*bucket.held)
         ]
 
-    def frozen(self) -> list[Chunk]:
-        """This rank's shard of the frozen weights, as views."""
-        return self._weights(bucket for bucket in self.buckets if bucket.plan.frozen)
+    def fixed(self) -> list[Chunk]:
+        """This rank's shard of the weights that nothing changes, as views."""
+        return self._weights(bucket for bucket in self.buckets if bucket.plan.fixed)
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:

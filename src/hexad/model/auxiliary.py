@@ -2,8 +2,9 @@
 and what they count.
 
 A layer attaches both to its activations: the backward pass through these begins the losses' own, whatever the
-schedule, and counts once, also where the forward pass is repeated. Its branch declares the names of the
-losses (``BranchSpec.losses``).
+schedule, and counts once, also where the forward pass is repeated. Activations of which nothing is trained
+have no backward pass; there the forward pass counts. The layer's branch declares the names of the losses
+(``BranchSpec.losses``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Auxiliary:
     Attributes:
         names: of the losses of all layers.
         sums: float64 ``[names]``, over this rank's layers and microbatches so far, each counted when its
-            backward pass begins.
+            backward pass begins, or in the forward pass where there is none.
         scale: what the mean over all microbatches is multiplied by before it is differentiated.
         counts: float64 ``[layers, statistics]``, sums of this rank's, counted likewise; None where no layer
             counts.
@@ -45,7 +46,12 @@ class Auxiliary:
         return replace(self, scale=self.scale * factor)
 
     def attach(
-        self, x: Tensor, losses: Mapping[str, Tensor], layer: int = 0, counts: Tensor | None = None
+        self,
+        x: Tensor,
+        losses: Mapping[str, Tensor],
+        layer: int = 0,
+        counts: Tensor | None = None,
+        repeated: bool = False,
     ) -> Tensor:
         """``x`` as it is; its backward pass adds ``losses`` to what is minimised, and ``counts`` to the
         layer's.
@@ -55,9 +61,21 @@ class Auxiliary:
             losses: by name; scalars, with their coefficients: this rank's part, of one microbatch.
             layer: that attaches them.
             counts: float64 ``[statistics]``.
+            repeated: this forward pass is a repetition, for its activations.
         """
         places = tuple(map(self.names.index, losses))
-        return _Attach.apply(x, self, places, layer, counts, *losses.values())
+        result: Tensor = _Attach.apply(x, self, places, layer, counts, *losses.values())
+        if not result.requires_grad and not repeated:
+            self.add(places, list(losses.values()), layer, counts)
+        return result
+
+    def add(self, places: Sequence[int], losses: Sequence[Tensor], layer: int, counts: Tensor | None) -> None:
+        """Add losses, by their places in :attr:`names`, and a layer's counts."""
+        for place, loss in zip(places, losses):
+            self.sums[place] += loss.double()
+        if counts is not None:
+            assert self.counts is not None
+            self.counts[layer] += counts
 
 
 class _Attach(torch.autograd.Function):
@@ -82,10 +100,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         auxiliary: Auxiliary = ctx.auxiliary
-        for place, loss in zip(ctx.places, ctx.losses):
-            auxiliary.sums[place] += loss.double()
-        if ctx.counts is not None:
-            assert auxiliary.counts is not None
-            auxiliary.counts[ctx.layer] += ctx.counts
+        auxiliary.add(ctx.places, ctx.losses, ctx.layer, ctx.counts)
         scales = [torch.full_like(loss, auxiliary.scale) for loss in ctx.losses]
         return gradient, None, None, None, None, *scales

@@ -51,12 +51,13 @@ class Experts(ShardedModule):
             most: rows of any rank.
             unused: the result is not used but for its shape.
         """
-        route, weights = self.dispatcher.route(routing.experts, routing.complete, most), routing.weights
+        weights, counted = routing.weights, where.auxiliary is not None
+        route = self.dispatcher.route(routing.experts, routing.complete, most, bounded=counted)
         if where.auxiliary is not None:
             counts = routing.counts
             if counts is not None and route.missed is not None:
                 counts[-1] += route.missed
-            weights = where.auxiliary.attach(weights, routing.losses, self.layer, counts)
+            weights = where.auxiliary.attach(weights, routing.losses, self.layer, counts, unused)
         rows, of_rows = dispatch(x, weights, route)
         exactly = self.shard.exact
         functions = exact_ops if exactly else ops

@@ -198,7 +198,8 @@ class Router(ShardedModule):
         factor = self.settings.capacity_factor
         if factor is None or where.cache is not None:
             return experts.clone(), None
-        most = ceil(factor * where.spans.tokens * self.settings.top_k / self.experts)
+        tokens = where.spans.tokens
+        most = ceil(min(factor * tokens * self.settings.top_k / self.experts, tokens))
         numbers = F.pad(rows.numbers, (0, len(experts) - rows.tokens), value=where.spans.tokens)
         padded = experts.clone()
         padded[rows.tokens :] = self.experts

@@ -95,9 +95,15 @@ class Trained:
         return left[0] if 0 < len(left) < len(names) else None
 
 
-def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequence[Sequence[str]]) -> None:
-    """Refuse patterns that select nothing, or a part of what is computed in one product, given the names of
-    all weights without adapters, and of every linear layer's outputs.
+def check_trained(
+    model: ModelSettings,
+    weights: Sequence[str],
+    outputs: Sequence[Sequence[str]],
+    by_rule: Sequence[str] = (),
+) -> None:
+    """Refuse patterns that select nothing that can be trained, or a part of what is computed in one product,
+    given the names of all weights without adapters, of every linear layer's outputs, and of the weights that
+    a rule of their own changes.
 
     Raises:
         ConfigError: naming the pattern.
@@ -106,6 +112,7 @@ def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequenc
     modules = list(dict.fromkeys(name for output in outputs for name in output))
     _check_experts(model, weights, trained)
     _check_used("model.train", trained.patterns or (), weights, trained)
+    _check_by_rule([name for name in weights if name not in by_rule], by_rule, trained)
     _check_adapted(weights, modules, trained)
     _check_used("model.lora.targets", trained.targets or (), modules, trained)
     adapted = [name for name in modules if ".experts." in name and trained.adapted(name)]
@@ -143,6 +150,20 @@ def _check_experts(model: ModelSettings, weights: Sequence[str], trained: Traine
                 f"selects a part of {weight}, but not {other}: the matrices of all experts of a layer are "
                 "trained together; select all, or none",
             )
+
+
+def _check_by_rule(weights: Sequence[str], by_rule: Sequence[str], trained: Trained) -> None:
+    """Refuse patterns of only such weights as a rule of their own changes."""
+    for pattern in trained.patterns or ():
+        if any(selects([pattern], trained._names(weight)) for weight in weights):
+            continue
+        for name in by_rule:
+            if selects([pattern], trained._names(name)):
+                raise ConfigError(
+                    "model.train",
+                    f"found {pattern!r}, which matches {name}, changed by model.moe.bias_rate, not trained; "
+                    "use router, or other names",
+                )
 
 
 def _check_adapted(weights: Sequence[str], modules: Sequence[str], trained: Trained) -> None:

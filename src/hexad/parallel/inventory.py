@@ -97,6 +97,11 @@ class Weight:
     given: bool = False
     within: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
+    @property
+    def fixed(self) -> bool:
+        """Whether nothing ever changes it."""
+        return self.frozen and not self.wide
+
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
         """The shape of a rank's shard, padding included.
 

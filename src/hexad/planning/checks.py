@@ -264,7 +264,9 @@ def _trained(model: ModelSettings) -> Iterator[ConfigError]:
     whole = ModelInventory(plain)
     outputs = [names for number in range(model.layers) for names in whole.block(number).outputs]
     try:
-        check_trained(model, list(whole.weights()), outputs)
+        weights = whole.weights()
+        by_rule = [name for name, weight in weights.items() if weight.wide]
+        check_trained(model, list(weights), outputs, by_rule)
     except ConfigError as error:
         yield error
 

@@ -76,7 +76,7 @@ def trained_count(model: ModelSettings) -> int:
     of routers, which loads change."""
     whole = _inventory(model, None)
     weights = [*whole.weights().values(), *whole.adapters().values()]
-    return sum(prod(weight.shape) for weight in weights if not weight.frozen or weight.wide)
+    return sum(prod(weight.shape) for weight in weights if not weight.fixed)
 
 
 def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) -> float:

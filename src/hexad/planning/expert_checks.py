@@ -90,7 +90,9 @@ def _layers(moe: MoeSettings, layers: int) -> Iterator[ConfigError]:
             yield ConfigError(
                 "model.moe.layers", "found beside model.moe.every or first_dense; remove one of them"
             )
-    if not any(moe.in_layer(number) for number in range(layers)):
+    if moe.layers == ():
+        yield ConfigError("model.moe.layers", "found [], no layer; use numbers of layers, or model.moe: null")
+    elif not any(moe.in_layer(number) for number in range(layers)):
         yield ConfigError(
             "model.moe.first_dense",
             f"found {moe.first_dense} with every {moe.every}: none of the {layers} layers has experts; "

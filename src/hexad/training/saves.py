@@ -219,5 +219,5 @@ def loaded_base(engine: Engine, path: Path, manifest: Manifest, world: Axis) -> 
     if engine.language is None or engine.config.model.lora is None:
         return None
     base = agreed(lambda: base_of(path, manifest), world)
-    load_base(base, engine.config, engine.frozen(), world)
+    load_base(base, engine.config, engine.fixed(), world)
     return base

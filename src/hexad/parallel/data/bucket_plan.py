@@ -72,6 +72,11 @@ class BucketPlan:
         return self.traits.frozen
 
     @property
+    def fixed(self) -> bool:
+        """Whether nothing ever changes its parameters."""
+        return self.traits.frozen and not self.traits.wide
+
+    @property
     def order(self) -> int:
         """Its place: forward needs buckets in ascending order."""
         return self.members[-1]

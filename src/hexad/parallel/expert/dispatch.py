@@ -4,9 +4,10 @@ A dispatcher makes a :class:`Route` of the experts that a router has chosen. ``R
 the experts, ``Route.collect`` brings back what the experts made of them and adds up each token's: either is
 the other's backward pass.
 
-Buffers have a static bound. On a host, which knows all counts, they are as large as they must be; on a device
-they have ``allowance`` times the rows of an even load, so that no count is read by the host, and what did not
-fit is counted in :attr:`Route.missed`.
+On a host, which knows all counts, buffers are as large as they must be. On a device they have a static bound
+in training, ``allowance`` times the rows of an even load, so that no count is read by the host, and what did
+not fit is counted in :attr:`Route.missed`. Where nobody looks at that, as in evaluation and generation, the
+host reads the counts.
 """
 
 from __future__ import annotations
@@ -229,27 +230,30 @@ class Dispatcher:
         """Experts of this rank."""
         return self.experts // self.ranks.experts
 
-    def route(self, experts: Tensor, complete: bool = False, most: int | None = None) -> Route:
+    def route(
+        self, experts: Tensor, complete: bool = False, most: int | None = None, bounded: bool = True
+    ) -> Route:
         """The route of a microbatch's pairs; all ranks of the group together.
 
         Args:
             experts: int64 ``[tokens, top_k]``; ``self.experts`` for pairs that are not sent anywhere.
             complete: all pairs are sent.
             most: tokens of the rank that has most; None: all have as many.
+            bounded: buffers may be too small, as :attr:`allowance` says.
         """
         most = len(experts) if most is None else most
         if self.ranks.axis.size == 1:
             return Local(Permutation.of(experts, self.experts, complete=complete), self.exactly)
         if self.kind == "all_gather":
-            return self._gathered(experts, most)
-        return self._exchanged(experts, most)
+            return self._gathered(experts, most, bounded)
+        return self._exchanged(experts, most, bounded)
 
-    def _gathered(self, experts: Tensor, most: int) -> Route:
+    def _gathered(self, experts: Tensor, most: int, bounded: bool) -> Route:
         axis, top_k = self.ranks.axis, experts.shape[1]
         every = all_gather(_padded(experts, most, self.experts).contiguous(), axis)
         local, first = self.local, self.ranks.place * self.local
         mine, count = maybe_compiled(_local_experts, self.compiled)(every, first, local)
-        if self.allowance is None:
+        if self.allowance is None or not bounded:
             permutation = Permutation.of(mine, local, int(count))
             return Gathered(permutation, self.ranks, len(experts), most)
         even = most * top_k * self.ranks.slices
@@ -271,21 +275,23 @@ class Dispatcher:
         """int64 ``[parts of the experts + 1, slices]``: the ranks that have a part; a number above all ranks
         for pairs that are not sent."""
         ranks = self.ranks
-        table = torch.full((ranks.experts + 1, ranks.slices), ranks.axis.size, dtype=torch.int64)
+        shape = (ranks.experts + 1, ranks.slices)
+        table = torch.full(shape, ranks.axis.size, dtype=torch.int64, device="cpu")
         for rank, (expert, part) in enumerate(zip(ranks.expert, ranks.slice)):
             table[expert, part] = rank
         return table.to(ranks.axis.device)
 
-    def _exchanged(self, experts: Tensor, most: int) -> Route:
+    def _exchanged(self, experts: Tensor, most: int, bounded: bool) -> Route:
         size, destinations = self.ranks.axis.size, self._destinations(experts)
         order, bounds = sorted_by(destinations.flatten(), size * self.local)
         places = order.argsort().view(destinations.shape)
-        if self.allowance is not None:
+        if self.allowance is not None and bounded:
             return self._in_slots(destinations, order, bounds, places, most)
         counts = bounds.diff().view(size, self.local)
         arriving = all_to_all(counts, self.ranks.axis)
         send, receive = counts.sum(1).tolist(), arriving.sum(1).tolist()
-        ids = torch.arange(self.local).repeat(size).repeat_interleave(arriving.flatten())
+        numbers = torch.arange(self.local, device=counts.device).repeat(size)
+        ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(receive))
         arrived = Permutation.of(ids[:, None], self.local, complete=True)
         rows, present = sum(send), places < bounds[-1]
         sent = order[:rows], places.clamp(max=rows), present, arrived

@@ -106,3 +106,13 @@ def test_adapters_are_of_linear_layers() -> None:
             ConfigError, match="matches no name of a layer that can have adapters, only layers"
         ):
             check_trained(model, list(inventory.weights()), outputs)
+
+
+def test_adapters_of_a_part_of_a_stack_are_refused() -> None:
+    """``w1`` and ``w3`` are one stack, which has one adapter."""
+    model = model_of("mixtral", lora={"rank": 2, "targets": ["w1"]})
+    inventory = ModelInventory(model)
+    outputs = [names for branch in inventory.block(1).parts for names in branch.outputs]
+    with pytest.raises(ConfigError, match="selects a part of .*gate_up, but not .*w3") as caught:
+        check_trained(model, list(inventory.weights()), outputs)
+    assert str(caught.value).startswith("model.lora.targets: ")

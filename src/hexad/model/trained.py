@@ -78,10 +78,9 @@ class Trained:
     def _names(self, name: str) -> tuple[str, ...]:
         return name, *self.family.names(name)
 
-    def in_part(self, weight: str, experts: int) -> str | None:
-        """A published name of a matrix that the patterns do not select, though they select others of the same
+    def in_part(self, weight: str, experts: int, patterns: Sequence[str]) -> str | None:
+        """A published name of a matrix that patterns do not select, though they select others of the same
         stack of so many experts' matrices; None if they select all or none of it."""
-        patterns = self.patterns or ()
         if not self.family.of_experts(weight) or selects(patterns, [weight, *self.family.spellings(weight)]):
             return None
         # Only such patterns distinguish experts.
@@ -141,15 +140,16 @@ def check_trained(
 
 def _check_experts(model: ModelSettings, weights: Sequence[str], trained: Trained) -> None:
     """Refuse patterns that select some of the experts' matrices that are trained as one."""
-    if model.moe is None or not trained.patterns:
+    if model.moe is None:
         return
-    for weight in weights:
-        if (other := trained.in_part(weight, model.moe.experts)) is not None:
-            raise ConfigError(
-                "model.train",
-                f"selects a part of {weight}, but not {other}: the matrices of all experts of a layer are "
-                "trained together; select all, or none",
-            )
+    for field, patterns in (("train", trained.patterns), ("lora.targets", trained.targets)):
+        for weight in weights if patterns else ():
+            if (other := trained.in_part(weight, model.moe.experts, patterns or ())) is not None:
+                raise ConfigError(
+                    f"model.{field}",
+                    f"selects a part of {weight}, but not {other}: the matrices of all experts of a layer "
+                    "are trained together; select all, or none",
+                )
 
 
 def _check_by_rule(weights: Sequence[str], by_rule: Sequence[str], trained: Trained) -> None:

@@ -334,7 +334,7 @@ CHECKS = (
         10,
         "memory of the dispatcher kept between forward and backward",
         "buffers of [pairs, hidden] beyond the formula",
-        _in(EXPERTS, ONE, sizes=WIDE, microbatches=2, lengths=(64,)),
+        _in(EXPERTS, Degrees(data=4, expert=4), ONE, sizes=WIDE, microbatches=4, lengths=(64,)),
         _memory,
     ),
 )

@@ -50,12 +50,18 @@ class HexadAdapter(Adapter):
     def build(self, scenario: Scenario) -> None:
         """See the base class."""
         self.scenario = scenario
-        config = load_config(self._tree(scenario, "unused"))
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        self.mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
-        self.engine = Engine(config, self.mesh)
+        self.mesh = self.mesh_of(scenario)
+        self.engine = Engine(load_config(self._tree(scenario, "unused")), self.mesh)
 
-    def _tree(self, scenario: Scenario, directory: str) -> dict[str, Any]:
+    @classmethod
+    def mesh_of(cls, scenario: Scenario) -> Mesh:
+        """The mesh of a scenario's ranks, which all make it together."""
+        parallel = load_config(cls._tree(scenario, "unused")).parallel
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        return Mesh.create(Layout.from_settings(parallel, world), torch.device("cpu"))
+
+    @staticmethod
+    def _tree(scenario: Scenario, directory: str) -> dict[str, Any]:
         sizes, degrees = scenario.sizes, scenario.degrees
         moe = {
             "experts": sizes.experts,

@@ -1,0 +1,1 @@
+"""Ten failures of mixtures of experts as checks for any framework; see ``moe_conformance.py``."""

@@ -113,6 +113,6 @@ def test_adapters_of_a_part_of_a_stack_are_refused() -> None:
     model = model_of("mixtral", lora={"rank": 2, "targets": ["w1"]})
     inventory = ModelInventory(model)
     outputs = [names for branch in inventory.block(1).parts for names in branch.outputs]
-    with pytest.raises(ConfigError, match="selects a part of .*gate_up, but not .*w3") as caught:
+    with pytest.raises(ConfigError, match=r"selects a part of .*gate_up, but not .*w3") as caught:
         check_trained(model, list(inventory.weights()), outputs)
     assert str(caught.value).startswith("model.lora.targets: ")

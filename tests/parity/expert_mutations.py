@@ -9,7 +9,6 @@ import torch
 
 from hexad.engine import experts as engine_experts
 from hexad.engine import language
-from hexad.model import auxiliary as model_auxiliary
 from hexad.model import router
 from hexad.model.auxiliary import Auxiliary
 from hexad.parallel.data.buckets import StateSharding
@@ -45,11 +44,10 @@ def _unscaled_auxiliary(mesh: Mesh) -> Patches:
 
 
 def _never_attached(mesh: Mesh) -> Patches:
+    original = Auxiliary.attach
+
     def attach(self: Any, x: torch.Tensor, losses: Any, *rest: Any) -> torch.Tensor:
-        detached = {name: loss.detach() for name, loss in losses.items()}
-        return model_auxiliary._Attach.apply(
-            x, self, tuple(map(self.names.index, losses)), *rest, *detached.values()
-        )
+        return original(self, x, {name: loss.detach() for name, loss in losses.items()}, *rest)
 
     return [mock.patch.object(Auxiliary, "attach", attach)]
 

@@ -71,7 +71,7 @@ class LatentMemory:
         return [self._absorbed(q, some, heads, kernel) for some in groups]
 
     def _expanded(self, q: Tensor, one: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
-        """Of several tokens, over keys and values of all heads."""
+        """Attention of several tokens, over keys and values of all heads."""
         limit = one.end if kernel.window is None else kernel.window
         begin = max(one.origin, one.position + 1 - limit)
         k, v = heads.expanded(self._gathered(slots_of(one, begin)))
@@ -88,7 +88,7 @@ class LatentMemory:
     def _absorbed(
         self, q: Tensor, ones: Sequence[Queries], heads: LatentHeads, kernel: AttentionKernel
     ) -> Tensor:
-        """Of neighbouring sequences' single tokens, over latent vectors."""
+        """Attention of neighbouring sequences' single tokens, over latent vectors."""
         seen = [one.end - max(one.origin, one.end - (kernel.window or one.end)) for one in ones]
         slots = np.empty((len(ones), max(seen)), dtype=np.int64)
         for line, one, count in zip(slots, ones, seen):

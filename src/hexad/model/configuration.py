@@ -140,8 +140,8 @@ def _check_latent(model: ModelSettings) -> None:
         "rotary_fraction": (1.0, "model.mla.rope_dim is what is rotated"),
     }
     for field, (value, why) in follows.items():
-        if (found := getattr(model, field)) not in ("auto", value):
-            problem = f"found {found}, expected {value} with model.mla ({why}); remove it"
+        if (setting := getattr(model, field)) not in ("auto", value):
+            problem = f"found {setting}, expected {value} with model.mla ({why}); remove it"
             raise ConfigError(f"model.{field}", problem)
 
 

@@ -305,10 +305,10 @@ class ExpertsSpec(BranchSpec):
         features = (hidden + outputs) * first.trained + (inner + hidden) * second.trained
         features += 2 * (first.rank + second.rank)
         router = self.tokens(run) * (self.settings.experts * run.wide)
-        own = rows * features * run.byte + router + self._divided(run)
+        operands = rows * features * run.byte + router + self._divided(run)
         if not self._divided(run):
-            own += run.stream(hidden)  # the router's input
-        return own + (self.shared.operands(run) if self.shared is not None else 0)
+            operands += run.stream(hidden)  # the router's input
+        return operands + (self.shared.operands(run) if self.shared is not None else 0)
 
     def forward(self, run: Execution, selective: bool) -> int:
         """Bytes needed in the forward pass, above what is kept."""

@@ -72,8 +72,8 @@ class LatentAttention(AttentionCore):
     def _keys_and_values(
         self, latent: Tensor, key: Tensor, drop: Drop | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of normalised latent vectors ``[tokens (/ size in sequence parallel), kv_rank]`` and the rotated
-        part ``[tokens, 1, rope_dim]``: ``[tokens, heads, padded width]``."""
+        """Keys and values ``[tokens, heads, padded width]``, given normalised latent vectors ``[tokens (/
+        size in sequence parallel), kv_rank]`` and the rotated part ``[tokens, 1, rope_dim]``."""
         kv = self.kv_up(latent, drop).unflatten(1, (self.heads, -1))
         k, v = ops.keys_and_values(kv, key, self.widths).split(self.heads, 1)
         return k, v

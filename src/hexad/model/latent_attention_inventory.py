@@ -44,8 +44,8 @@ class LatentAttentionSpec(AttentionCoreSpec):
 
     @property
     def head_width(self) -> int:
-        """Of a head as attention computes it, whose kernels take one width: the larger of that of queries and
-        keys and that of values."""
+        """The width in which attention computes a head, whose kernels take one: the larger of that of queries
+        and keys and that of values."""
         return max(self.mla.head_dim, self.mla.value_dim)
 
     @property

@@ -71,8 +71,8 @@ class LatentHeads(Protocol):
         ...
 
     def absorbed(self, q: Tensor) -> Tensor:
-        """Of queries ``[tokens, heads, width]`` those to which latent vectors are the keys, ``[tokens, heads,
-        kv_rank + rope_dim]``."""
+        """The queries ``[tokens, heads, kv_rank + rope_dim]`` to which latent vectors are the keys, given
+        queries ``[tokens, heads, width]``."""
         ...
 
     def restored(self, weighted: Tensor) -> Tensor:

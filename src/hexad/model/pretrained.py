@@ -53,22 +53,23 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: getattr(source, name) for name in source.model_fields_set}, **given}
 
 
-def _experts(load: str, source: MoeSettings, given: MoeSettings) -> MoeSettings:
+def _experts(load: str, source: MoeSettings, settings: MoeSettings) -> MoeSettings:
     """The experts of the weights, with the settings of their training that were given; others must be the
     same."""
-    values = {name: getattr(given, name) for name in given.model_fields_set}
-    values = {name: value for name, value in values.items() if value != "auto" or name in given.OF_TRAINING}
+    free = settings.OF_TRAINING
+    values = {name: getattr(settings, name) for name in settings.model_fields_set}
+    values = {name: value for name, value in values.items() if value != "auto" or name in free}
     for name, value in values.items():
-        if name not in given.OF_TRAINING and value != (wanted := getattr(source, name)):
+        if name not in free and value != (wanted := getattr(source, name)):
             raise _contradiction(load, f"moe.{name}", value, wanted)
     return source.model_copy(update=values)
 
 
 def _contradiction(load: str, name: str, value: Any, wanted: Any) -> ConfigError:
-    found, other = (shown(_plain(each)) for each in (value, wanted))
+    setting, other = (shown(_plain(side)) for side in (value, wanted))
     fix = "; hexad checkpoint upcycle makes one with experts" if name == "moe" and wanted is None else ""
     return ConfigError(
-        f"model.{name}", f"found {found}, but {load} (model.load) has {other}; remove one of the two{fix}"
+        f"model.{name}", f"found {setting}, but {load} (model.load) has {other}; remove one of the two{fix}"
     )
 
 

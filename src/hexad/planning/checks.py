@@ -153,8 +153,8 @@ def check_settings(config: Config, layout: Layout) -> None:
     """
     for problem in _settings(config, layout):
         raise problem
-    own = {"context": "tokens", "expert": "experts", "expert_tensor": "experts"}
-    for name, what in own.items():
+    divided = {"context": "tokens", "expert": "experts", "expert_tensor": "experts"}
+    for name, what in divided.items():
         degree = getattr(config.parallel, name)
         if degree > 1:
             raise ConfigError(

@@ -319,8 +319,8 @@ class Dispatcher:
         # Every slot is sent back, also empty ones: each has a row of its own.
         arrived = Permutation.of(ids.view(-1, 1), local, complete=True)
         find = maybe_compiled(_places_in_slots, self.compiled)
-        found, present, missed = find(destinations, places, bounds, size, local, slots)
-        sent = order[chosen], found, present, arrived, self.ranks, None, None
+        slot, present, missed = find(destinations, places, bounds, size, local, slots)
+        sent = order[chosen], slot, present, arrived, self.ranks, None, None
         return Exchanged(*sent, self.ranks.slices, self.exactly, missed)
 
 

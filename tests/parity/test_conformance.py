@@ -23,8 +23,8 @@ from .conformance_mutations import CONFORMANCE_MUTATIONS, broken
 
 BY_NUMBER = {check.number: check for check in CHECKS}
 MEASURED = 10
-"""The check that counts live bytes: collectives' threads release tensors some time after they end, so that the
-benchmark alone makes it."""
+"""The check that counts live bytes: collectives' threads release tensors some time after they end, so that
+the benchmark alone makes it."""
 TESTED = [check for check in CHECKS if check.number != MEASURED]
 NOTICED = [name for name, mutation in CONFORMANCE_MUTATIONS.items() if mutation.check != MEASURED]
 

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,11 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = checked(Bench(adapter, run), options.check)
     if options.json:
-        results = json.loads(options.json.read_text()) if options.json.exists() else {"frameworks": {}}
-        results = {**facts(adapter.package), "frameworks": results["frameworks"]}
-        results["frameworks"][adapter.name] = {"version": version(adapter.package), "checks": rows}
+        known = json.loads(options.json.read_text()) if options.json.exists() else {}
+        results = facts(adapter.package)
+        results["versions"] = known.get("versions", {}) | results["versions"]
         results["command"] = "python benchmarks/moe_conformance.py --framework NAME --json FILE"
+        results["frameworks"] = known.get("frameworks", {}) | {adapter.name: rows}
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     sys.exit(any(row["outcome"] == "failed" for row in rows))
 

@@ -51,6 +51,7 @@ def section(name: str) -> str:
         "fits": lightning_interface,
         "plans": transformers_plans,
         "recipes": nemo_recipes,
+        "frameworks": moe_conformance,
         "source": lightning_tests,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
@@ -276,6 +277,25 @@ def transformers_plans(results: dict[str, Any]) -> Iterator[str]:
         yield f"| {what} | {counts[name]} | {', '.join(models)} |"
 
 
+def moe_conformance(results: dict[str, Any]) -> Iterator[str]:
+    """A row per check, a column per framework: outcome, largest figure, scenarios tried; then what failed."""
+    frameworks = results["frameworks"]
+    rows = []
+    for number, check in enumerate(frameworks["hexad"]):
+        cells = []
+        for found in (checks[number] for checks in frameworks.values()):
+            figure = "" if found["figure"] is None else f" {found['figure']:.1g},"
+            tried = f"{figure} {found['tried']} of {len(found['scenarios'])}"
+            cells.append(found["outcome"] + (f":{tried}" if found["tried"] else ""))
+        rows.append([f"{check['check']}. {check['title']}", *cells])
+    yield from _table(" | ".join(["failure", *frameworks]), rows)
+    for name, checks in frameworks.items():
+        for found in checks:
+            failed = next((one for one in found["scenarios"] if one["outcome"] == "failed"), None)
+            if failed:
+                yield f"- {name}, {found['check']} ({failed['scenario']}): {failed['note'][:92].rstrip()}"
+
+
 _RECIPES = {
     "experts": "deepseek gpt_oss llama4 mixtral qwen3_235b qwen3_30b",
     "no attention in some layers (Mamba, Hyena)": "hyena mamba2 nemotron_nano nemotronh",
@@ -405,12 +425,19 @@ def context_balance(results: dict[str, Any]) -> Iterator[str]:
             head = " | "
 
 
+_PEERS = ("deepspeed", "lightning", "transformers", "megatron-core")
+
+
 def origin(results: dict[str, Any]) -> Iterator[str]:
     """Where the figures come from."""
     torch = results.get("torch") or results["versions"]["torch"]
-    peers = [item for item in results.get("versions", {}).items() if item[0] in ("deepspeed", "lightning")]
+    peers = [item for item in results.get("versions", {}).items() if item[0] in _PEERS]
     versions = ", ".join(f"{name} {version}" for name, version in [("torch", torch), *peers])
-    dtype = "" if {"sets", "fits", "source"} & results.keys() else f"; {results.get('dtype', 'fp32')}"
+    dtype = (
+        ""
+        if {"sets", "fits", "source", "frameworks"} & results.keys()
+        else f"; {results.get('dtype', 'fp32')}"
+    )
     yield f"{results['machine']}; {versions}{dtype}."
     if "command" in results:
         yield f"Command: `{results['command']}`"

@@ -18,7 +18,7 @@ class Hang(Exception):
 
 
 class RankFailed(Exception):
-    """A rank raised an exception; the text is its last line."""
+    """A rank raised an exception; the text is the last line of its message."""
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -34,7 +34,7 @@ def run(world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         for rank in range(world):
             ours, theirs = context.Pipe(False)
             place = rank, world, f"file://{directory}/store", theirs
-            process = context.Process(target=_rank, args=(place, function, arguments), daemon=True)
+            process = context.Process(target=_rank, args=(place, function, arguments))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -79,7 +79,8 @@ def _rank(place: tuple[int, int, str, Connection], function: Callable[..., Any],
     except BaseException as exception:
         if os.environ.get("CONFORMANCE_TRACEBACK"):
             traceback.print_exc()
-        answer = False, f"{exception.__class__.__name__}: {str(exception).strip().splitlines()[0:1]}"
+        lines = str(exception).strip().splitlines() or [""]
+        answer = False, f"{exception.__class__.__name__}: {lines[-1][:160]}"
     pipe.send(answer)
     # The others may still be reading from this rank's sockets.
     time.sleep(0.2 if world > 1 else 0)

@@ -31,6 +31,7 @@ from ..parity import harness
 from ..parity.context_cases import CONTEXT_GRID
 from ..parity.expert_cases import CAPACITY, MIXTRAL
 from ..parity.harness import DROPPED, VARIANTS, Case, deep
+from ..parity.latent_cases import LATENT, LATENT_GRID
 from .mutations import applied
 from .races import simulated
 from .recorder import Event
@@ -231,9 +232,9 @@ SCENARIOS: dict[str, Scenario] = {
     "experts, capacity, all_gather": train(
         Case(CAPACITY, 2, 2, expert=2, dispatcher="all_gather", samples=6)
     ),
-    "latent attention, tensor 2 + sequence": train(harness.LATENT_GRID[0]),
+    "latent attention, tensor 2 + sequence": train(LATENT_GRID[0]),
     "latent attention, LoRA, tensor 2": train(
-        Case(harness.adapted(harness.LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)
+        Case(harness.adapted(LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)
     ),
     "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
     "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),

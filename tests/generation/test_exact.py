@@ -54,6 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "kv_heads": 6,
         "moe": {"experts": 6, "top_k": 3, "ffn_hidden": 12, "first_dense": 1, "shared_experts": 1},
     },
+    "no gate": {
+        **COMMON,
+        "family": "gpt2",
+        "max_positions": 128,
+        "mlp_bias": False,
+        "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 12, "score": "topk_softmax"},
+    },
     "groups": {
         **COMMON,
         "family": "llama",
@@ -191,6 +198,7 @@ PAIRS = [
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
     ("experts", {"data": 2, "tensor": 3, "expert": 6, "zero": 3}, Degrees(tensor=3, expert=3), "bf16"),
+    ("no gate", {"data": 2, "expert": 2}, Degrees(tensor=3, expert=3), "fp32"),
     ("groups", {"context": 2, "data": 3, "expert": 3}, Degrees(tensor=2, context=3, expert=2), "fp32"),
     ("deepseek_v3", TRAINING[8], Degrees(tensor=2), "fp32"),
 ]

@@ -17,7 +17,8 @@ from hexad.model.inventory import ModelInventory
 from hexad.planning.costs import active_count, flops_per_token, layer_costs, parameter_count
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
-# embeddings counted once).
+# embeddings counted once). Those with experts are the counts of transformers' models of these sizes, which
+# agree with the rounded published figures.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

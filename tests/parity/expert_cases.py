@@ -108,6 +108,15 @@ ADAPTED_EXPERTS = up_to_three_microbatches(
         Case(ADAPTED[0], data=2, expert=2, zero=2, recompute="selective", dispatcher="all_gather"),
     )
 )
+UNGATED = _mixture(
+    "experts without a gate",
+    {"experts": 4, "top_k": 2, "z_loss": 0.1},
+    model={"family": "gpt2", "kv_heads": 8, "mlp_bias": False},
+)
+FURTHER_EXPERTS = (
+    *ADAPTED_EXPERTS[:2],
+    Case(UNGATED, data=2, tensor=2, expert=2, expert_tensor=2, zero=1, recompute="full", samples=6),
+)
 EVERY_EXPERT = up_to_three_microbatches(expert_cases())
 EXPERT_GRID = covering(EVERY_EXPERT, EXPERT_SETTINGS, 2)
 MORE_EXPERTS = (*EVERY_EXPERT[::137], *ADAPTED_EXPERTS[2:])

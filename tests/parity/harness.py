@@ -228,10 +228,10 @@ def name_of(case: Case) -> str:
 
 
 # Dropout makes a difference between layouts easy to see: a mask that moved changes everything.
-_DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "layers": 5}
+DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "layers": 5}
 DROPPED = tuple(
     replace(
-        VARIANTS[index], name=f"{VARIANTS[index].name}, dropout", model={**VARIANTS[index].model, **_DROPOUT}
+        VARIANTS[index], name=f"{VARIANTS[index].name}, dropout", model={**VARIANTS[index].model, **DROPOUT}
     )
     for index in (2, 1, 0, 3)
 )
@@ -436,18 +436,18 @@ def adapted(variant: Variant, what: str, train: Sequence[str] | str = "all", **l
     return replace(variant, name=f"{variant.name}, {what}", model=model)
 
 
-_ALL = {"rank": 3, "alpha": 5.0}
-_SOME = {**_ALL, "targets": ["q", "v", "ffn.down"]}
-_DROP = {**_ALL, "dropout": 0.2}
+ALL = {"rank": 3, "alpha": 5.0}
+_SOME = {**ALL, "targets": ["q", "v", "ffn.down"]}
+DROP = {**ALL, "dropout": 0.2}
 _TAIL = ("layers.1", "*norm*", "*.bias")  # nothing of the first stage's layers but vectors
 _LAST = ("layers.3", "layers.4", "norm")  # nothing of the first two stages of four
 _ADAPTED = (
-    Case(adapted(_QWEN2, "LoRA with dropout", **_DROP), 2, 2, True, 2, "zb_h1", zero=2),
-    Case(adapted(fewer(_DROPPED_LLAMA, 2), "LoRA", **_DROP), 2, 4, zero=3, recompute="full"),
+    Case(adapted(_QWEN2, "LoRA with dropout", **DROP), 2, 2, True, 2, "zb_h1", zero=2),
+    Case(adapted(fewer(_DROPPED_LLAMA, 2), "LoRA", **DROP), 2, 4, zero=3, recompute="full"),
     Case(adapted(VARIANTS[2], "last layer and vectors trained", _TAIL), 2, 2, pipeline=2, zero=1),
     Case(adapted(deep(_LLAMA, 5), "last layers trained", _LAST), 1, 2, True, 2, "zb_v", virtual=2, zero=1),
-    Case(adapted(_LLAMA, "LoRA", **_ALL), tensor=2),
-    Case(adapted(_LLAMA, "LoRA", **_ALL), tensor=2, data=2, sequence=False, zero=1),
+    Case(adapted(_LLAMA, "LoRA", **ALL), tensor=2),
+    Case(adapted(_LLAMA, "LoRA", **ALL), tensor=2, data=2, sequence=False, zero=1),
     Case(
         adapted(VARIANTS[3], "LoRA of q, v, down; head", ["head"], **_SOME),
         2,
@@ -458,62 +458,6 @@ _ADAPTED = (
     Case(adapted(VARIANTS[1], "last layer trained", ["layers.1"]), data=2, pipeline=2, zero=3),
 )
 ADAPTED_GRID, EVERY_ADAPTED = up_to_three_microbatches(_ADAPTED[:4]), _ADAPTED[4:]
-# Latent attention: values narrower and wider than keys, queries from a latent vector and direct ones.
-_MLA = {"q_rank": 14, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}
-_LATENT_MODEL = {key: value for key, value in SMALL.items() if key not in ("kv_heads", "head_dim")}
-_LATENT_MODEL |= {"family": "deepseek_v3"}
-LATENT = (
-    Variant("latent attention, masks", {**_LATENT_MODEL, "vocab": 101, "mla": _MLA}, masked=0.3, micro=2),
-    Variant(
-        "latent attention, direct queries, wide values, isolate",
-        {**_LATENT_MODEL, "vocab": 83, "mla": {**_MLA, "q_rank": None, "value_dim": 13}},
-        "isolate",
-    ),
-)
-_LATENT_DROPPED = replace(
-    LATENT[0], name=f"{LATENT[0].name}, dropout", model={**LATENT[0].model, **_DROPOUT, "layers": 2}
-)
-_LATENT_ADAPTED = adapted(deep(LATENT[0], 3), "LoRA with dropout", **_DROP)
-_LATENT = (
-    Case(LATENT[0], tensor=2),
-    Case(LATENT[1], tensor=2, sequence=False, recompute="selective"),
-    Case(LATENT[1], context=2, method="ring", zero=1, data=2),
-    Case(_LATENT_DROPPED, tensor=2, context=2, method="ulysses", recompute="selective"),
-    Case(_LATENT_ADAPTED, 1, 2, True, 2, "zb_h1", zero=0),
-    Case(deep(LATENT[0], 4), 2, 2, True, 2, "zb_v", 2, zero=2, recompute="full"),
-    Case(LATENT[1], 2, 2, zero=3, context=2, method="all_gather", recompute="selective"),
-)
-LATENT_GRID = up_to_three_microbatches(_LATENT)
-"""Latent attention in all layouts around it."""
-
-
-def latent_cases() -> tuple[Case, ...]:
-    """Latent attention by every method of context parallel, in every schedule, state and recompute."""
-    turns = cycle((*LATENT, _LATENT_DROPPED, _LATENT_ADAPTED, adapted(LATENT[1], "LoRA", **_ALL)))
-    schedules, states = cycle(SCHEDULES), cycle(product((0, 1, 2, 3), ("none", "selective", "full")))
-    cases = []
-    for (data, tensor, sequence), (context, method), pipeline in product(
-        ((1, 1, True), *LAYOUTS),
-        ((1, "ring"), *((2, method) for method in ("ring", "ulysses", "ulysses_ring", "all_gather"))),
-        (1, 2),
-    ):
-        if not 1 < data * tensor * context * pipeline <= worker_pool.MAX_RANKS:
-            continue
-        (schedule, virtual), (zero, recompute) = next(schedules), next(states)
-        sequence = sequence and tensor * context <= 4  # tokens divide
-        variant = deep(next(turns), 5 if pipeline * virtual <= 4 else 8)
-        if pipeline == 1:
-            variant, schedule, virtual = deep(variant, 2), "1f1b", 1
-        cases.append(
-            Case(
-                variant, data, tensor, sequence, pipeline, schedule, virtual, zero=zero, recompute=recompute,
-                context=context, method=method, group_size=2 if method == "ulysses_ring" else "auto",
-            )
-        )  # fmt: skip
-    return up_to_three_microbatches(cases)
-
-
-EVERY_LATENT = (*latent_cases(), replace(LATENT_GRID[0], compile="pointwise"))
 EVERY_COPIED = (
     *(
         Case(fewer(variant, kv_heads), 1, tensor, sequence)

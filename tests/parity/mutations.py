@@ -25,7 +25,8 @@ from hexad.topology.mesh import Mesh
 
 from .context_mutations import CONTEXT_MUTATIONS
 from .expert_mutations import EXPERT_MUTATIONS
-from .harness import EVERY_ADAPTED, LATENT_GRID, VARIANTS, Case, deep, fewer
+from .harness import EVERY_ADAPTED, VARIANTS, Case, deep, fewer
+from .latent_cases import LATENT_GRID
 from .mutation import Mutation, Patches, same, same_async
 from .state_mutations import STATE_MUTATIONS
 

@@ -11,7 +11,6 @@ from .harness import (
     COPIED_GRID,
     EVERY_STATE,
     GRID,
-    LATENT_GRID,
     LAYOUTS,
     PIPELINE_GRID,
     STATE_GRID,
@@ -23,6 +22,7 @@ from .harness import (
     errors,
     run,
 )
+from .latent_cases import LATENT_GRID
 from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"

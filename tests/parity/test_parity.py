@@ -18,7 +18,7 @@ from .context_cases import (
     CONTEXT_TRIPLES,
     EVERY_CONTEXT,
 )
-from .expert_cases import ADAPTED_EXPERTS, EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS, MORE_EXPERTS
+from .expert_cases import EVERY_EXPERT, EXPERT_GRID, EXPERT_SETTINGS, FURTHER_EXPERTS, MORE_EXPERTS
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -26,13 +26,10 @@ from .harness import (
     EVERY_ADAPTED,
     EVERY_COMPILED,
     EVERY_COPIED,
-    EVERY_LATENT,
     EVERY_LAYOUT,
     EVERY_PIPELINE,
     EVERY_STATE,
     GRID,
-    LATENT,
-    LATENT_GRID,
     PIPELINE_GRID,
     PIPELINE_SETTINGS,
     STATE_GRID,
@@ -47,6 +44,7 @@ from .harness import (
     run,
     values_in,
 )
+from .latent_cases import EVERY_LATENT, LATENT, LATENT_GRID
 from .mutations import MUTATIONS
 from .table import PAGE, context_rows, expert_rows, pipeline_rows, rows, state_rows
 
@@ -75,7 +73,7 @@ def _by_layout(cases: Iterable[Case]) -> list[Case]:
             *COPIED_GRID,
             *ADAPTED_GRID,
             *EXPERT_GRID,
-            *ADAPTED_EXPERTS[:2],
+            *FURTHER_EXPERTS,
             *LATENT_GRID,
             *CONTEXT_GRID,
         )

@@ -170,8 +170,8 @@ class MoeSettings(Settings):
     """Whether the shared experts' output is multiplied by a sigmoid of a product with the token
     (Qwen2-MoE)."""
     every: Positive = 1
-    """Of the layers from ``first_dense`` on, each whose number (from 1) is a multiple of this has experts;
-    the others are dense."""
+    """Distance between layers with experts: those whose number, counted from 1, is a multiple of this, and
+    that are not among the first ``first_dense``. The others are dense."""
     first_dense: Count = 0
     """Leading layers that are dense."""
     layers: Literal["auto"] | tuple[Count, ...] = "auto"
@@ -317,6 +317,12 @@ class ModelSettings(Settings):
     """Low-rank adapters, which are trained in place of the weights; null for none."""
     moe: MoeSettings | None = None
     """Mixture of experts; null: all layers are dense."""
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        moe = self.moe
+        return () if moe is None else tuple(number for number in range(self.layers) if moe.in_layer(number))
 
     @property
     def rotary_width(self) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hexad.comm import streams
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
-from hexad.model.inventory import ModelInventory
 from hexad.model.router import Router
 
 _BESIDE = 3
@@ -60,7 +59,7 @@ class Loads:
 
     def __init__(self, model: ModelSettings, device: torch.device) -> None:
         assert model.moe is not None
-        self.layers = ModelInventory(model).expert_layers
+        self.layers = model.expert_layers
         self.settings, self._all, self._device = model.moe, model.layers, device
         self.shares = self._even()
 

@@ -179,9 +179,8 @@ class LanguageModel:
         self._announced: _Counting | None = None
         self.vocab = int(config.model.vocab)
         self.slicing = Slicing.of(config.parallel, config.model)
-        inventory = ModelInventory(config.model)
-        self.losses = inventory.losses
-        self.loads = Loads(config.model, mesh.device) if inventory.expert_layers else None
+        self.losses = ModelInventory(config.model).losses
+        self.loads = Loads(config.model, mesh.device) if config.model.expert_layers else None
 
     def part(self, microbatch: Microbatch) -> Microbatch:
         """What this rank holds of a microbatch, which is given whole or as the loader divides it.

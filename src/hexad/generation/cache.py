@@ -93,8 +93,8 @@ class StepCache:
     def attend_latent(
         self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, kernel: AttentionKernel
     ) -> Tensor:
-        """As :meth:`attend`, of what keys and values of all ``heads`` are made of, ``[this rank's tokens,
-        width]``."""
+        """Keep the new tokens' latent vectors ``[this rank's tokens, width]``, and compute attention over the
+        keys and values that ``heads`` makes of all so far; returns what :meth:`attend` does."""
         if self.context.size > 1:
             latents = all_gather(latents, self.context)
         memory = self.memory[layer]

@@ -121,8 +121,18 @@ def _weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
 
 @recomputable
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
-    """As :func:`hexad.model.ops.weighted_swiglu`."""
+    """SwiGLU of rows, each times its weight, in exact arithmetic."""
     return replaced(partial(exact.by_rows, _weighted_swiglu), ops.weighted_swiglu, gate_up, weights)
+
+
+def _weighted_gelu(x: Tensor, weights: Tensor) -> Tensor:
+    return (_gelu(x.float()) * weights[:, None]).to(x.dtype)
+
+
+@recomputable
+def weighted_gelu(x: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
+    """GELU of rows, each times its weight, in exact arithmetic."""
+    return replaced(partial(exact.by_rows, _weighted_gelu), ops.weighted_gelu, x, weights)
 
 
 def _softmax(scores: Tensor) -> Tensor:
@@ -178,6 +188,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tenso
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
-    """As :func:`hexad.model.ops.rotate_pairs`."""
+    """Rotation of neighbouring elements, in exact arithmetic."""
     result: Tensor = applied(_Rotate, x, cos, sin, compiled, _rotated_pairs, ops.rotate_pairs)
     return result

@@ -74,6 +74,11 @@ class GateSpec:
         return (Parameter(name, (weight,)),)
 
 
+def of_stack(name: str) -> bool:
+    """Whether a name is that of a stack of experts' matrices, or of its adapters."""
+    return ".ffn.experts." in f".{name}"
+
+
 @dataclass(frozen=True)
 class StackSpec:
     """A stack of the experts' matrices, and its adapters: a product ``B A`` of low rank for each expert.
@@ -322,7 +327,7 @@ class ExpertsSpec(BranchSpec):
         return any(stack.rank for stack in self.stacks)
 
     def repeated(self, run: Execution, selective: bool) -> int:
-        """As :meth:`forward`, where the last products are left out."""
+        """Bytes needed where the forward pass is repeated without the last products, above what is kept."""
         return self.forward(run, selective)
 
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:

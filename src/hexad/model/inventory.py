@@ -268,11 +268,6 @@ class ModelInventory:
             sorted({name for kind in kinds for branch in self._plain[kind].parts for name in branch.losses})
         )
 
-    @property
-    def expert_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that have experts."""
-        return tuple(number for number in range(self.settings.layers) if self._has_experts(number))
-
     def _has_experts(self, number: int) -> bool:
         moe = self.settings.moe
         return moe is not None and moe.in_layer(number)

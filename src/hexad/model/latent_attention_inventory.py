@@ -11,7 +11,7 @@ from .block_inventory import LayerTraits
 from .norms_inventory import NormSpec
 
 NORM_EPS = 1e-6
-"""Of the norms of latent vectors, whatever ``model.norm_eps`` is: as published."""
+"""Epsilon of the norms of latent vectors, as published; ``model.norm_eps`` is that of the others."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,8 @@ class LatentAttentionSpec(AttentionCoreSpec):
         return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
 
     def repeated(self, run: Execution, selective: bool) -> int:
-        """As :meth:`forward`, where the last product is left out; the output is not there yet."""
+        """Bytes needed where the forward pass is repeated without the last product, above what is kept; the
+        output is not there yet."""
         q, k, _ = self._sizes(run)
         uncut = q if self._cut else 0
         core = self._core_forward(run) + (2 * k - self._pairs_kept(run, selective)) + uncut

@@ -264,7 +264,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tenso
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
-    """As :func:`rotate`, of the last ``rotary width`` elements, pairing neighbours."""
+    """Rotate the last ``rotary width`` elements, in pairs of neighbours."""
     if by_hand(x, compiled):
         return applied(_Rotate, x, cos, sin, compiled, _turn_pairs)
     return _turned_pairs(x, cos, sin)

@@ -13,6 +13,7 @@ from hexad.config import ConfigError, did_you_mean
 from hexad.config.model import ModelSettings
 from hexad.parallel.tensor.linear_inventory import LoraSpec
 
+from .experts_inventory import of_stack
 from .families import Family, family
 
 
@@ -72,7 +73,7 @@ class Trained:
         if self.lora is None:
             return False
         if self.targets is None:
-            return ".experts." not in module
+            return not of_stack(module)
         return selects(self.targets, self._names(module))
 
     def _names(self, name: str) -> tuple[str, ...]:
@@ -114,7 +115,7 @@ def check_trained(
     _check_by_rule([name for name in weights if name not in by_rule], by_rule, trained)
     _check_adapted(weights, modules, trained)
     _check_used("model.lora.targets", trained.targets or (), modules, trained)
-    adapted = [name for name in modules if ".experts." in name and trained.adapted(name)]
+    adapted = [name for name in modules if of_stack(name) and trained.adapted(name)]
     if trained.lora is not None and trained.lora.dropout and adapted:
         problem = f"found {trained.lora.dropout} with adapters of experts ({adapted[0]}), which have none"
         raise ConfigError("model.lora.dropout", f"{problem}; use 0, or other targets")

@@ -61,8 +61,8 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
 
 
 def active_count(model: ModelSettings) -> int:
-    """As :func:`parameter_count`, of what one token is computed with: of a layer's experts as many as it
-    passes."""
+    """Number of parameters that one token is computed with: all, but of a layer's experts as many as it
+    passes; otherwise :func:`parameter_count`."""
     whole = _inventory(model, None)
     moe, total = whole.settings.moe, 0
     for weight in whole.weights().values():

@@ -16,6 +16,7 @@ from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.dataset.files import write_durably
 from hexad.model.configuration import build_config
+from hexad.model.experts_inventory import of_stack
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
 from hexad.model.inventory import ModelInventory
@@ -307,7 +308,7 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
             f"--adapter: checkpoint {checkpoint.path} has trained {others[0]} besides its adapters "
             "(model.train), which PEFT's format does not hold; export the merged model: leave --adapter out"
         )
-    stacks = [name for name in inventory.adapters() if ".experts." in name]
+    stacks = [name for name in inventory.adapters() if of_stack(name)]
     if stacks:
         raise HexadError(
             f"--adapter: checkpoint {checkpoint.path} has adapters of experts ({stacks[0]}), which this "

@@ -11,7 +11,7 @@ from hexad.config.model import ModelSettings, MoeSettings
 from .family import ConfigFile, Family, Shape
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
-from .mixture import expert_layers, normalised
+from .mixture import normalised
 from .qwen3_moe import FAMILY as QWEN3_MOE
 
 _MLA = {
@@ -67,7 +67,7 @@ def shared_keys(model: ModelSettings) -> dict[str, Any]:
     if moe is None:
         return {"first_k_dense_replace": model.layers}
     written = {key: getattr(moe, name) for name, key in _MOE.items()}
-    sizes = {"first_k_dense_replace": expert_layers(model)[0], "moe_layer_freq": 1}
+    sizes = {"first_k_dense_replace": model.expert_layers[0], "moe_layer_freq": 1}
     groups = {"n_group": moe.groups, "topk_group": moe.top_groups}
     weights = {"norm_topk_prob": normalised(moe), "routed_scaling_factor": moe.scale}
     return {**written, **sizes, **groups, **weights}
@@ -75,8 +75,8 @@ def shared_keys(model: ModelSettings) -> dict[str, Any]:
 
 def has_shared(model: ModelSettings) -> bool:
     """Whether a model with experts has them in all layers but the first ones, and shared ones beside."""
-    moe, having = model.moe, expert_layers(model)
-    last = having == list(range(model.layers - len(having), model.layers))
+    moe, having = model.moe, model.expert_layers
+    last = having == tuple(range(model.layers - len(having), model.layers))
     return moe is not None and bool(having) and last and not moe.forced and _with_shared(moe)
 
 

@@ -8,7 +8,7 @@ from hexad.config.model import ModelSettings
 from .family import ConfigFile, Shape
 from .llama import Sizes, llama_shape
 from .mistral import FAMILY as MISTRAL
-from .mixture import chosen_by_softmax, expert_layers, normalised, softmax_weights
+from .mixture import chosen_by_softmax, normalised, softmax_weights
 
 
 def _read(keys: ConfigFile) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _write(model: ModelSettings) -> dict[str, Any]:
 
 def _mixture(model: ModelSettings) -> bool:
     moe = model.moe
-    every = len(expert_layers(model)) == model.layers
+    every = len(model.expert_layers) == model.layers
     return moe is not None and every and chosen_by_softmax(model) and normalised(moe)
 
 

@@ -34,11 +34,6 @@ def chosen_by_softmax(model: ModelSettings) -> bool:
     )
 
 
-def expert_layers(model: ModelSettings) -> list[int]:
-    """Numbers of the layers with experts."""
-    return [number for number in range(model.layers) if model.moe is not None and model.moe.in_layer(number)]
-
-
 def whole_numbers(keys: ConfigFile, key: str) -> list[int]:
     """A list of whole numbers from 0; null is an empty one."""
     values = keys.raw.get(key)

@@ -7,7 +7,7 @@ from hexad.config.model import ModelSettings
 
 from .family import ConfigFile, Shape
 from .llama import Sizes, llama_shape
-from .mixture import chosen_by_softmax, expert_layers, normalised, softmax_weights, whole_numbers
+from .mixture import chosen_by_softmax, normalised, softmax_weights, whole_numbers
 from .qwen3 import FAMILY as QWEN3
 
 
@@ -36,7 +36,7 @@ def _read(keys: ConfigFile) -> dict[str, Any]:
 def _write(model: ModelSettings) -> dict[str, Any]:
     moe = model.moe
     assert moe is not None
-    having, stepped = expert_layers(model), moe.layers == "auto" and not moe.first_dense
+    having, stepped = model.expert_layers, moe.layers == "auto" and not moe.first_dense
     dense = [] if stepped else [number for number in range(model.layers) if number not in having]
     return {
         "use_sliding_window": model.sliding_window is not None,

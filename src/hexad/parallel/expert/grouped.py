@@ -85,7 +85,7 @@ def add_gradients(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool, 
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """As :func:`product`; the weight's gradient is a contribution."""
+    """Products of runs of rows with the matrices of a stack; the weight's gradient is a contribution."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, exactly: bool, unused: bool) -> Tensor:

@@ -7,12 +7,12 @@ from hexad.config.model import ModelSettings, MoeSettings
 from .family import ConfigFile
 
 
-def softmax_weights(normalised: bool, top_k: int) -> dict[str, Any]:
-    """Settings of weights by a softmax over all experts; ``normalised``: divided by the sum of the chosen
-    ones', which for one expert makes them 1."""
-    if normalised and top_k == 1:
+def softmax_weights(norm_topk: bool, top_k: int) -> dict[str, Any]:
+    """Settings of weights by a softmax over all experts; ``norm_topk``: divided by the sum of the weights
+    of the chosen ones, which for one expert makes them 1."""
+    if norm_topk and top_k == 1:
         return {"score": "topk_softmax"}
-    return {"score": "softmax_topk", "normalise": normalised}
+    return {"score": "softmax_topk", "normalise": norm_topk}
 
 
 def normalised(moe: MoeSettings) -> bool:
@@ -39,8 +39,8 @@ def whole_numbers(keys: ConfigFile, key: str) -> list[int]:
     values = keys.raw.get(key)
     if values is None:
         return []
-    if not isinstance(values, list):
-        raise keys.problem(key, "expected a list of whole numbers from 0")
-    if any(isinstance(value, bool) or not isinstance(value, int) or value < 0 for value in values):
+    if not isinstance(values, list) or not all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+    ):
         raise keys.problem(key, "expected a list of whole numbers from 0")
     return values

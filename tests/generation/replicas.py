@@ -11,7 +11,7 @@ from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.generation.loading import converted, make_replica
 from hexad.generation.replica import Replica
-from hexad.generation.requests import Logprob, Request, Update
+from hexad.generation.requests import Logprob, Request, RoutedExperts, Update
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning.checks import planned_layout
@@ -90,6 +90,7 @@ class Result:
     ended: str | None = None
     cached: int = 0
     values: list[float] = field(default_factory=list)  # of the prompt, where that is all that is known
+    routing: RoutedExperts | None = None
 
     def add(self, update: Update) -> None:
         """Add an update."""
@@ -97,6 +98,7 @@ class Result:
         self.logprobs += update.logprobs
         self.text += update.text
         self.ended, self.cached = update.ended, max(self.cached, update.cached)
+        self.routing = update.routing
         self.scores = update.prompt_logprobs if self.scores is None else self.scores
 
 

@@ -87,6 +87,7 @@ _TOP = click.IntRange(0, MOST_LOGPROBS)
 @click.option("--logprobs", is_flag=True, help="Write the log-probability of each new token.")
 @click.option("--prompt-logprobs", is_flag=True, help="Write those of the prompt's tokens but the first.")
 @click.option("--top-logprobs", type=_TOP, default=0, help="Beside each, so many of the most likely tokens.")
+@click.option("--routing", is_flag=True, help="Write the experts of all tokens but the last.")
 @click.option("--schema", metavar="FILE.json", help="Write JSON of this schema only.")
 @exact_option
 @nproc_option("tensor")
@@ -186,6 +187,7 @@ def _wanted(request: dict[str, Any]) -> Wanted:
         top if request["logprobs"] else None,
         top if request["prompt_logprobs"] else None,
         request["schema"],
+        routing=request["routing"],
     )
 
 

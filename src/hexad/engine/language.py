@@ -10,18 +10,20 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hexad.comm import Pending, all_reduce, all_reduce_async, merging, wait_for
 from hexad.config import Config, ConfigError, HexadError
+from hexad.config.model import ModelSettings
 from hexad.config.schema import RunSettings
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.auxiliary import Auxiliary
 from hexad.model.dropout import DropoutKey
 from hexad.model.inventory import ModelInventory
+from hexad.model.replay import Replay
 from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.pointwise import missing_compiler
@@ -143,14 +145,19 @@ def compute(stage: nn.Module, task: Task, inputs: Tensor | None, scale: float | 
     microbatch, auxiliary = task.microbatch, task.auxiliary
     if auxiliary is not None and scale is not None:
         auxiliary = auxiliary.scaled(scale)
+    replay = None
+    if microbatch.experts is not None:
+        imposed = (microbatch.experts, microbatch.expert_weights)
+        experts, weights = (None if values is None else values.flatten(0, 1) for values in imposed)
+        replay = Replay(stage.model.expert_layers, experts, weights)
+    passed: dict[str, Any] = {"inputs": inputs, "key": task.key, "auxiliary": auxiliary, "replay": replay}
     if stage.head is None:
-        return stage(microbatch.tokens, microbatch.spans, inputs=inputs, key=task.key, auxiliary=auxiliary)
-    labels = microbatch.labels
+        return stage(microbatch.tokens, microbatch.spans, **passed)
     if stage.loss is not None:
-        hidden = stage(microbatch.tokens, microbatch.spans, inputs=inputs, key=task.key, auxiliary=auxiliary)
+        hidden = stage(microbatch.tokens, microbatch.spans, **passed)
         own: Tensor = stage.loss(stage, hidden, microbatch)
         return own
-    return stage.loss_sum(microbatch.tokens, labels, microbatch.spans, inputs, scale, task.key, auxiliary)
+    return stage.loss_sum(microbatch.tokens, microbatch.labels, microbatch.spans, scale=scale, **passed)
 
 
 class _Counting(NamedTuple):
@@ -186,10 +193,12 @@ class LanguageModel:
         """What this rank holds of a microbatch, which is given whole or as the loader divides it.
 
         Raises:
-            HexadError: tensors of other shapes or formats, document offsets that do not fit, a length that
-                does not divide by the context ranks, or the part of another rank.
+            HexadError: tensors of other shapes or formats, document offsets that do not fit, experts that the
+                model does not have, a length that does not divide by the context ranks, or the part of
+                another rank.
         """
         _check_tensors(microbatch)
+        _check_experts(microbatch, self.config.model)
         if microbatch.documents is not None:
             _check_documents(microbatch.documents, microbatch.sequences, microbatch.length)
         if microbatch.slice is not None:
@@ -393,8 +402,10 @@ class LanguageModel:
 
     def _agreement(self, parts: Sequence[Microbatch]) -> int:
         """A number whose sum over all ranks is 0 modulo :data:`_PRIME` if, and but for chance only if, the
-        ranks of each data rank have microbatches of the same lengths and documents."""
-        data, shapes = self.mesh.data, [(part.sequences, part.length, part.documents) for part in parts]
+        ranks of each data rank have microbatches of the same lengths and documents, all with experts or all
+        without."""
+        data = self.mesh.data
+        shapes = [(part.sequences, part.length, part.documents, part.experts is None) for part in parts]
         digest = hashlib.blake2b(repr((data.rank, shapes)).encode(), digest_size=8).digest()
         others = self.mesh.layout.world // data.size - 1
         first = self.mesh.tensor.rank == self.mesh.context.rank == self.mesh.pipeline.rank == 0
@@ -421,6 +432,38 @@ def _check_tensors(microbatch: Microbatch) -> None:
             f"Microbatch.labels: found shape {tuple(labels.shape)}, expected that of the tokens, "
             f"{tuple(tokens.shape)}: the label of position i is the token at i + 1"
         )
+
+
+def _check_experts(microbatch: Microbatch, model: ModelSettings) -> None:
+    """Refuse imposed experts that the model's routers could not have chosen."""
+    experts, weights, moe = microbatch.experts, microbatch.expert_weights, model.moe
+    if experts is None:
+        if weights is not None:
+            raise HexadError("Microbatch.expert_weights: found weights without Microbatch.experts")
+        return
+    if moe is None or not model.expert_layers:
+        raise HexadError("Microbatch.experts: found experts, but the model has none (model.moe)")
+    shape = (*microbatch.tokens.shape, len(model.expert_layers), moe.top_k)
+    named = "sequences, tokens, layers with experts, model.moe.top_k"
+    for name, values, kind in (("experts", experts, "int64"), ("expert_weights", weights, "float")):
+        if values is None:
+            continue
+        fits = isinstance(values, Tensor) and tuple(values.shape) == shape
+        if not fits or (values.dtype != torch.int64 if kind == "int64" else not values.is_floating_point()):
+            found = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else values
+            found = str(found).removeprefix("torch.")
+            raise HexadError(
+                f"Microbatch.{name}: found {found:.80}, expected {kind} of shape {shape}: {named}"
+            )
+    low, high = (int(bound) for bound in experts.aminmax()) if experts.numel() else (0, 0)
+    if low < -1 or high >= moe.experts:
+        bad = high if high >= moe.experts else low
+        expected = f"0 to {moe.experts - 1}, or -1 throughout where the router is to choose"
+        raise HexadError(f"Microbatch.experts: found the expert {bad}, expected {expected}")
+    ordered, given = experts.sort(-1).values, experts >= 0
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+    if twice.any() or (given.any(-1) != given.all(-1)).any():
+        raise HexadError("Microbatch.experts: found a token with an expert twice, or with -1 beside others")
 
 
 def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:

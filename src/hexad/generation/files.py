@@ -2,9 +2,9 @@
 another, which an interrupted generation continues. No torch.
 
 A row of the output has the keys of its prompt's row, and ``text``, ``tokens``, ``ended``; ``sample`` where
-there are several, ``logprobs`` and ``prompt_logprobs`` where they were asked for. ``request`` is a digest
-of the prompt's place in its file, the prompt, the settings and the sample: rows whose digest is there
-already are not computed again.
+there are several, ``logprobs``, ``prompt_logprobs`` and ``routing`` where they were asked for. ``request``
+is a digest of the prompt's place in its file, the prompt, the settings and the sample: rows whose digest is
+there already are not computed again.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def row(prompt: Mapping[str, Any], text: Continuation, wanted: Wanted) -> dict[s
         document["logprobs"] = _values(text.logprobs, wanted.logprobs)
     if text.prompt_logprobs is not None:
         document["prompt_logprobs"] = _values(text.prompt_logprobs, wanted.prompt_logprobs)
+    if text.routing is not None:
+        document["routing"] = {name: array.tolist() for name, array in text.routing._asdict().items()}
     return document
 
 

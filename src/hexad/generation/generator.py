@@ -265,8 +265,11 @@ class Generator:
 
         Raises:
             ConfigError: it has more tokens than the model has positions, or the cache blocks; or in
-                ``precision.exact`` other frequencies (LongRoPE) apply to its end than to its beginning.
+                ``precision.exact`` other frequencies (LongRoPE) apply to its end than to its beginning; or
+                experts are wanted of a model without.
         """
+        if request.routing and not self._model.model.expert_layers:
+            raise ConfigError("--routing", "found true, but the model has no experts (model.moe)")
         positions, longest = self.saved.positions, request.longest
         texts = f"{len(request.prompt)} prompt tokens and {request.tokens} new ones exceed"
         if longest > positions and not self._warned:
@@ -304,9 +307,11 @@ class Generator:
             given = prompt["prompt"] if "prompt" in prompt else prompt["messages"]
             yield prompt, continuation(number, request, given, updates)
 
-    def score(self, sequences: Sequence[Sequence[int]], top: int = 0) -> list[Continuation]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], top: int = 0, routing: bool = False
+    ) -> list[Continuation]:
         """The log-probabilities of sequences of ids, as ``prompt_logprobs``, with ``top`` of the most likely
-        tokens beside each.
+        tokens beside each; with ``routing`` also the experts of their tokens.
 
         Raises:
             HexadError: ids that the model does not have.
@@ -318,7 +323,7 @@ class Generator:
                 if not listed or not isinstance(ids, Sequence) or isinstance(ids, str):
                     raise HexadError(f"sequences: found {ids!r:.60}, expected lists of ids")
             prompts: list[Prompt] = [{"prompt": list(ids)} for ids in sequences]
-            requests = self.requests(prompts, Wanted(tokens=0, prompt_logprobs=top))
+            requests = self.requests(prompts, Wanted(tokens=0, prompt_logprobs=top, routing=routing))
             return sorted((text for _, text in self.written(requests)), key=lambda text: text.number)
 
         with pythonic():

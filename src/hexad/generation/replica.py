@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from math import isnan
 from typing import Any
 
+import numpy as np
+
 from hexad.comm.messages import Outbox, take
 from hexad.config import NOT_FINITE
 from hexad.dataset.text.token_text import TokenText
 from hexad.topology.mesh import Mesh
 
-from .requests import Ending, Logprob, Request, Update
+from .requests import Ending, Logprob, Request, RoutedExperts, Update
 from .sampler import Choice
 from .scheduler import Part, Scheduler, Sequence, Step
 from .text_stream import TextStream
@@ -28,6 +30,8 @@ class _Session:
     new: int = 0
     scores: dict[int, Logprob] = field(default_factory=dict)  # by position
     scored: bool = False  # they were passed on
+    # Experts of the layers of one stage after the other, of tokens from a position on.
+    routing: list[tuple[int, tuple[RoutedExperts, ...]]] = field(default_factory=list)
 
     def scores_of_prompt(self, complete: bool) -> tuple[Logprob, ...] | None:
         """The log-probabilities of the prompt, once, when there are all."""
@@ -36,6 +40,23 @@ class _Session:
             return None
         self.scored = True
         return tuple(self.scores[place] for place in range(len(request.prompt) - 1))
+
+    def experts(self) -> RoutedExperts | None:
+        """The experts of all tokens that were computed, in all layers; of a token that was computed again,
+        the later ones."""
+        if not self.request.routing:
+            return None
+        tokens, joined = len(self.request.prompt) + self.new - 1, []
+        for name in RoutedExperts._fields:
+            parts = [
+                (begin, np.concatenate([getattr(stage, name) for stage in stages], axis=1))
+                for begin, stages in self.routing
+            ]
+            whole = np.empty((tokens, *parts[0][1].shape[1:]), parts[0][1].dtype)
+            for begin, values in parts:
+                whole[begin : begin + len(values)] = values
+            joined.append(whole)
+        return RoutedExperts(*joined)
 
 
 class Replica:
@@ -58,7 +79,7 @@ class Replica:
         self.worker, self.scheduler, self._text = worker, scheduler, text
         ranks = sorted(mesh.layout.group(mesh.rank, "tensor", "context", "pipeline"))
         self._world, self._rank, self._leader = mesh.on_hosts(), mesh.rank, ranks[0]
-        self._sampler = mesh.layout.group(self._leader, "pipeline")[-1]
+        self._stages = mesh.layout.group(self._leader, "pipeline")  # the first rank of each
         self._others = [rank for rank in ranks if rank != self._leader]
         self.leads = mesh.rank == self._leader
         self._outbox = Outbox(self._world)
@@ -76,7 +97,8 @@ class Replica:
     def add(self, number: int, request: Request) -> None:
         """Accept a request; ``number`` is above those before."""
         if not request.tokens and len(request.prompt) == 1:
-            self._complete.append(Update(number, prompt_logprobs=(), ended="length"))
+            routing = self._without_tokens() if request.routing else None
+            self._complete.append(Update(number, prompt_logprobs=(), ended="length", routing=routing))
             return
         decoder = self._text.decoder(request.prompt)
         stream = TextStream(decoder, self._text.specials, request.stop, request.shown)
@@ -85,6 +107,12 @@ class Replica:
         ids = request.prompt if request.tokens else request.prompt[:-1]
         self.scheduler.add(Sequence(number, request, list(ids)))
         self._opened.append((number, request))
+
+    def _without_tokens(self) -> RoutedExperts:
+        """The experts of no tokens."""
+        model = self.worker.model.model
+        shape = (0, len(model.expert_layers), 0 if model.moe is None else model.moe.top_k)
+        return RoutedExperts(np.empty(shape, np.int32), np.empty(shape, np.float32))
 
     def cancel(self, number: int) -> None:
         """Forget a request."""
@@ -141,20 +169,33 @@ class Replica:
     def _end(self) -> list[Update]:
         """Wait for the oldest step."""
         lane, parts, outcome = self._under_way.popleft()
-        if outcome is None:
-            outcome = take(self._world, self._sampler)
+        choices, scores = self._taken(parts, outcome)
         self.scheduler.done(lane, parts)
-        failed = {
-            number: choice.problem for number, choice in outcome.choices.items() if choice.token is None
-        }
-        for number, (begin, logprobs) in outcome.scores.items():
+        failed = {number: choice.problem for number, choice in choices.items() if choice.token is None}
+        for number, (begin, logprobs) in scores.items():
             if (session := self._sessions.get(number)) is not None:
                 session.scores.update(enumerate(logprobs, begin))
             if any(isnan(one.value) for one in logprobs):
                 failed[number] = NOT_FINITE
         updates = [self._failed(number, failed[number]) for number in failed.keys() & self._sessions.keys()]
-        others = (self._update(part, outcome.choices.get(part.number)) for part in parts)
+        others = (self._update(part, choices.get(part.number)) for part in parts)
         return [*updates, *(update for update in others if update is not None)]
+
+    def _taken(
+        self, parts: tuple[Part, ...], own: Outcome | None
+    ) -> tuple[dict[int, Choice], dict[int, tuple[int, list[Logprob]]]]:
+        """The choices and the scores of a step, from the last stage, or this rank's ``own``; experts from all
+        stages go to their sessions."""
+        routed = any(part.routing for part in parts)
+        stages = self._stages if routed else self._stages[-1:]
+        outcomes: list[Outcome] = [
+            own if own is not None and rank == self._rank else take(self._world, rank) for rank in stages
+        ]
+        for number, (begin, _) in outcomes[-1].routing.items():
+            if (session := self._sessions.get(number)) is not None:
+                experts = tuple(outcome.routing[number][1] for outcome in outcomes)
+                session.routing.append((begin, experts))
+        return outcomes[-1].choices, outcomes[-1].scores
 
     def _failed(self, number: int, problem: str) -> Update:
         """End a request that cannot be completed."""
@@ -175,7 +216,7 @@ class Replica:
                 return None if scores is None else Update(number, prompt_logprobs=scores)
             self._sessions.pop(number)
             self._close(number)
-            return Update(number, prompt_logprobs=scores, ended="length")
+            return Update(number, prompt_logprobs=scores, ended="length", routing=session.experts())
         assert choice.token is not None, "the request has failed"
         self.scheduler.extend(number, choice.token)
         session.new += 1
@@ -194,7 +235,8 @@ class Replica:
             self._sessions.pop(number)
             self._close(number)
         logprobs = () if choice.logprob is None else (choice.logprob,)
-        return Update(number, text, (choice.token,), logprobs, scores, ended, cached)
+        routing = None if ended is None else session.experts()
+        return Update(number, text, (choice.token,), logprobs, scores, ended, cached, routing)
 
     def _close(self, number: int) -> None:
         self.scheduler.remove(number)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hexad.config import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOST_LOGPROBS = 20
 """Most likely tokens that are reported beside the chosen one, at most."""
@@ -133,6 +137,19 @@ class Logprob(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class RoutedExperts(NamedTuple):
+    """The experts that tokens have passed, all of a text and its prompt but the last token, which nothing was
+    computed of: what :meth:`hexad.Microbatch.of_sequences` imposes on training.
+
+    Attributes:
+        experts: int32 ``[tokens, layers with experts, top_k]``, the likeliest first.
+        weights: float32 (in fp64 float64), as large: what their outputs were multiplied by.
+    """
+
+    experts: NDArray[np.int32]
+    weights: NDArray[Any]
+
+
 @dataclass(frozen=True)
 class Request:
     """One text to be written, or to be scored.
@@ -152,6 +169,7 @@ class Request:
         shown: special tokens that are part of the text.
         key: of its random numbers, see :func:`streams`; None: it is computed when the request is begun, which
             takes a while for a long prompt.
+        routing: the experts of its tokens are wanted.
     """
 
     prompt: tuple[int, ...]
@@ -166,6 +184,7 @@ class Request:
     min_tokens: int = 0
     shown: frozenset[int] = frozenset()
     key: int | None = None
+    routing: bool = False
 
     @property
     def longest(self) -> int:
@@ -185,6 +204,7 @@ class Update:
         prompt_logprobs: those of the prompt, where they were asked for; once.
         ended: what ended it; None before the end.
         cached: tokens of the prompt whose keys were at hand.
+        routing: the experts of all tokens, where they were asked for; once, at the end.
     """
 
     number: int
@@ -194,3 +214,4 @@ class Update:
     prompt_logprobs: tuple[Logprob, ...] | None = None
     ended: Ending | None = None
     cached: int = 0
+    routing: RoutedExperts | None = None

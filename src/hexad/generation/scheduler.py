@@ -30,6 +30,7 @@ class Part(NamedTuple):
         origin: position of the first token whose keys are kept.
         draws: whether the sequence's next token is drawn after the last one.
         targets: with log-probabilities of the prompt, the token that follows each of these; else none.
+        routing: the experts of the tokens are wanted.
     """
 
     number: int
@@ -40,6 +41,7 @@ class Part(NamedTuple):
     origin: int = 0
     draws: bool = False
     targets: tuple[int, ...] = ()
+    routing: bool = False
 
 
 class Step(NamedTuple):
@@ -179,7 +181,7 @@ class Scheduler:
         )
         while self.waiting and len(self.running) < self.most:
             sequence = self.waiting[0]
-            regime, reuse = self._regime(sequence), not sequence.scoring
+            regime, reuse = self._regime(sequence), not (sequence.scoring or sequence.request.routing)
             table = self.pool.start(sequence.ids, sequence.request.longest, regime, reuse)
             missing = self.pool.needed(len(sequence.ids) + 1) - len(table.blocks)
             if self.running and missing + unfilled > self.pool.available:
@@ -232,6 +234,7 @@ class Scheduler:
             table.dropped * self.pool.size,
             end == len(sequence.ids) and request.tokens > 0,
             targets,
+            request.routing,
         )
 
     def _preempt(self, sequence: Sequence, planned: set[int]) -> bool:

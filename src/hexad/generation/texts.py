@@ -10,7 +10,17 @@ from hexad.config import ConfigError, HexadError, counted, did_you_mean, in_pyth
 
 from .grammars import of_schema, schema_text
 from .prompts import Prompt, PromptEncoder
-from .requests import MOST_LOGPROBS, Ending, Logprob, Request, Sampling, Update, asked_sampling, streams
+from .requests import (
+    MOST_LOGPROBS,
+    Ending,
+    Logprob,
+    Request,
+    RoutedExperts,
+    Sampling,
+    Update,
+    asked_sampling,
+    streams,
+)
 
 _MOST_STOPS, _LONGEST_STOP = 64, 1024
 _MOST_STOP_IDS = 1024
@@ -29,6 +39,7 @@ class Continuation:
         prompt: the text, the ids or the messages that it continues.
         logprobs: of the new tokens, where they were asked for.
         prompt_logprobs: of the prompt's tokens but the first, where they were asked for.
+        routing: the experts of all tokens but the last, the prompt's included, where they were asked for.
     """
 
     number: int
@@ -39,6 +50,7 @@ class Continuation:
     prompt: Any = None
     logprobs: tuple[Logprob, ...] | None = None
     prompt_logprobs: tuple[Logprob, ...] | None = None
+    routing: RoutedExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class Wanted:
         ignore_eos: the tokens that end documents and answers do not end a text.
         stop_token_ids: other tokens that do.
         skip_special_tokens: special tokens are no part of a text.
+        routing: the experts of tokens are wanted.
 
     Raises:
         ConfigError: a number out of range, several samples that would all be the same, an empty text to
@@ -77,6 +90,7 @@ class Wanted:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
+    routing: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("tokens", self.prompt_logprobs is None), ("samples", 1)):
@@ -114,7 +128,7 @@ class Wanted:
         if not isinstance(least, int) or isinstance(least, bool) or not 0 <= least <= max(self.tokens, 0):
             expected = f"0 to tokens, {self.tokens}"
             raise ConfigError("--min-tokens", f"found {least!r}, expected {expected}")
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "routing"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(
                     f"--{name.replace('_', '-')}", f"found {value!r:.60}, expected true or false"
@@ -189,6 +203,7 @@ class Wanted:
             grammar=self.grammar if self.schema is None else of_schema(self.schema),
             min_tokens=self.min_tokens,
             shown=shown,
+            routing=self.routing,
         )
         keys = streams(self.sampling.seed, range(self.samples), ids)
         return [replace(request, sample=sample, key=key) for sample, key in enumerate(keys)]
@@ -219,6 +234,8 @@ class Settings(TypedDict, total=False):
         ignore_eos: write on after the tokens that end documents and answers; false.
         stop_token_ids: other tokens that end a text.
         skip_special_tokens: special tokens are no part of a text; true.
+        routing: the experts of the tokens are wanted, which :class:`hexad.Microbatch` can impose on training;
+            false. Such a text shares the computation of its prompt with no other.
     """
 
     tokens: int
@@ -240,6 +257,7 @@ class Settings(TypedDict, total=False):
     ignore_eos: bool
     stop_token_ids: Sequence[int]
     skip_special_tokens: bool
+    routing: bool
 
 
 def wanted(settings: Mapping[str, Any]) -> Wanted:
@@ -291,4 +309,5 @@ def continuation(number: int, request: Request, prompt: Any, updates: Sequence[U
         prompt,
         None if request.logprobs is None else tuple(one for update in updates for one in update.logprobs),
         scores[0] if scores else None,
+        updates[-1].routing,
     )

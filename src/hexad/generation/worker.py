@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hexad.comm import Pending, all_gather, receive_async, send_async
+from hexad.model.replay import Replay
 from hexad.model.transformer import Transformer
 from hexad.parallel.context.exchange import selected_rows
 from hexad.topology.mesh import Axis
@@ -19,7 +20,7 @@ from hexad.topology.mesh import Axis
 from .cache import StepCache
 from .latent_memory import LatentMemory
 from .paged_attention import Memory
-from .requests import Logprob
+from .requests import Logprob, RoutedExperts
 from .sampler import Choice, Constraint, Sampler, log_probabilities
 from .scheduler import Part, Step
 
@@ -34,10 +35,13 @@ class Outcome(NamedTuple):
         choices: the next token of a sequence, by its number.
         scores: the log-probabilities of a prompt's tokens, by the sequence's number and the position of the
             first of them less one.
+        routing: the experts of a sequence's tokens in the layers of one stage, by its number and the position
+            of the first token.
     """
 
     choices: dict[int, Choice]
     scores: dict[int, tuple[int, list[Logprob]]]
+    routing: dict[int, tuple[int, RoutedExperts]]
 
 
 class Worker:
@@ -59,8 +63,8 @@ class Worker:
     ) -> None:
         self.model, self.memory, self.pipeline = model, memory, pipeline
         shard = model.shard
-        first = shard.tensor.rank == 0 and shard.context.rank == 0
-        self.sampler = Sampler(constrain, shard.exact) if model.inventory.last and first else None
+        self.first = shard.tensor.rank == 0 and shard.context.rank == 0
+        self.sampler = Sampler(constrain, shard.exact) if model.inventory.last and self.first else None
         self._sending: deque[Pending] = deque(maxlen=pipeline.size)  # what is sent is kept
 
     @torch.inference_mode()
@@ -68,7 +72,8 @@ class Worker:
         """Compute a step; all ranks of a replica do this together, with the same steps in the same order.
 
         Returns:
-            The outcome, on the rank that has the sampler; None on others.
+            The outcome, on the rank that has the sampler; with the experts of tokens on the first rank of
+            every stage. None on others.
         """
         if self.sampler is not None:
             for number, request in step.opened:
@@ -79,11 +84,38 @@ class Worker:
             return None
         model, device = self.model, self.model.shard.device
         cache = StepCache(self.memory, step.parts, model.shard.context, device)
-        hidden = model(cache.tokens, inputs=self._received(cache.share), cache=cache)
+        replay = Replay(model.model.expert_layers) if any(part.routing for part in step.parts) else None
+        hidden = model(cache.tokens, inputs=self._received(cache.share), cache=cache, replay=replay)
         if not model.inventory.last:
             self._send(hidden)
-            return None
-        return self._outcome(hidden, cache)
+        routing = {} if replay is None else self._routing(replay, cache)
+        if model.inventory.last:
+            return self._outcome(hidden, cache, routing)
+        return Outcome({}, {}, routing) if replay is not None and self.first else None
+
+    def _routing(self, replay: Replay, cache: StepCache) -> dict[int, tuple[int, RoutedExperts]]:
+        """The experts of this stage's layers, on the stage's first rank; all tensor and context ranks, among
+        which tokens are divided, call this together."""
+        shard, moe = self.model.shard, self.model.model.moe
+        assert moe is not None, "no experts are asked for without any"
+        kept = [chosen for _, chosen in sorted(replay.kept.items())]
+        wholes: list[Tensor] = []
+        for name, dtype in (("experts", torch.int32), ("weights", shard.wide)):
+            whole = torch.empty((cache.total, 0, moe.top_k), dtype=dtype)  # a stage without experts
+            if kept:
+                rows = torch.stack([getattr(chosen, name) for chosen in kept], dim=1).to(dtype)
+                rows = all_gather(rows.contiguous(), shard.tensor)[: cache.share]
+                whole = all_gather(rows.contiguous(), shard.context)[: cache.total]
+            wholes.append(whole)
+        if not self.first:
+            return {}
+        sizes = [len(part.tokens) for part in cache.parts]
+        arrays = zip(cache.parts, *(whole.cpu().split(sizes) for whole in wholes))
+        return {
+            part.number: (part.begin, RoutedExperts(experts.numpy(), weights.numpy()))
+            for part, experts, weights in arrays
+            if part.routing
+        }
 
     def _received(self, tokens: int) -> Tensor | None:
         """``[tokens, hidden]`` of the stage before; None on the first stage."""
@@ -98,7 +130,9 @@ class Worker:
         under way than there are stages, so that those before have arrived."""
         self._sending.append(send_async(hidden.contiguous(), self.pipeline, self.pipeline.rank + 1))
 
-    def _outcome(self, hidden: Tensor, cache: StepCache) -> Outcome | None:
+    def _outcome(
+        self, hidden: Tensor, cache: StepCache, routing: dict[int, tuple[int, RoutedExperts]]
+    ) -> Outcome | None:
         ends = [*accumulate(len(part.tokens) for part in cache.parts)]
         drawing = [(part, end - 1) for part, end in zip(cache.parts, ends) if part.draws]
         scored = [(part, end - len(part.tokens)) for part, end in zip(cache.parts, ends) if part.targets]
@@ -109,7 +143,7 @@ class Worker:
                 numbers = [part.number for part, _ in drawing]
                 choices = dict(zip(numbers, self.sampler.choose(logits, numbers)))
         scores = {part.number: (part.begin, self._scores(hidden, part, row, cache)) for part, row in scored}
-        return None if self.sampler is None else Outcome(choices, scores)
+        return None if self.sampler is None else Outcome(choices, scores, routing)
 
     def _scores(self, hidden: Tensor, part: Part, first: int, cache: StepCache) -> list[Logprob]:
         """The log-probabilities of the tokens that follow a part's tokens in its prompt."""

@@ -152,7 +152,8 @@ class MixtureOfExperts(nn.Module):
             numbers = torch.arange(spans.tokens, device=x.device)
         share = -(-len(numbers) // axis.size)
         most = share if spans.most is None else -(-spans.most // axis.size)
-        rows = Rows(numbers[axis.rank * share : (axis.rank + 1) * share], most)
+        first = axis.rank * share
+        rows = Rows(numbers[first : first + share], first, most)
         if not divides:
             return x, rows
         x = F.pad(x, (0, 0, 0, share * axis.size - len(x)))

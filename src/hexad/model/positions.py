@@ -18,6 +18,7 @@ from hexad.parallel.context.spans import Spans
 
 from .attention_kernels import AttentionKernel
 from .auxiliary import Auxiliary
+from .replay import Replay
 
 
 class KeyValueCache(Protocol):
@@ -97,6 +98,7 @@ class Geometry:
         adapted: int32 ``[2, tokens]``, the same of the inputs of adapters, for all tokens.
         auxiliary: where branches add losses of their own; None outside of training.
         cache: keys and values of the tokens before (generation); None where every pass has all tokens.
+        replay: experts that are imposed or kept; None: neither.
     """
 
     spans: Spans
@@ -109,6 +111,7 @@ class Geometry:
     slice: Slice | None = None
     auxiliary: Auxiliary | None = None
     cache: KeyValueCache | None = None
+    replay: Replay | None = None
 
 
 class Rotary:

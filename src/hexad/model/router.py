@@ -19,6 +19,7 @@ from hexad.parallel.sharding import Shard, ShardedModule
 from . import exact_ops
 from .experts_inventory import RouterSpec
 from .positions import Geometry
+from .replay import Chosen, with_weights
 
 
 class Routing(NamedTuple):
@@ -45,10 +46,12 @@ class Rows(NamedTuple):
 
     Attributes:
         numbers: int64 ``[tokens]``, in the microbatch; rows behind these are no tokens.
+        first: the number of the first among the tokens of this rank's context rank.
         most: rows of any rank at the same time.
     """
 
     numbers: Tensor
+    first: int
     most: int
 
     @property
@@ -146,12 +149,19 @@ class Router(ShardedModule):
             scores = exact_ops.sigmoid(raw) if exactly else raw.sigmoid()
         else:
             scores = self._softmax(raw)
+        imposed = self._imposed(where, rows, len(x))
         with torch.no_grad():
             likeliest = self._chosen(raw if settings.score == "topk_softmax" else scores, rows)
+            if imposed is not None:
+                likeliest = torch.where(imposed.experts[:, :1] < 0, likeliest, imposed.experts)
             experts, dropped = self._within_capacity(likeliest, where, rows)
             if rows.tokens < len(x):
                 experts[rows.tokens :] = self.experts
         weights = self._weights(raw, scores, likeliest)
+        if imposed is not None:
+            weights = with_weights(weights, imposed)
+        elif where.replay is not None:
+            where.replay.keep(self.layer, likeliest, weights)
         routing = Routing(experts, weights, dropped is None and rows.tokens == len(x))
         if where.auxiliary is None:
             return routing
@@ -162,6 +172,12 @@ class Router(ShardedModule):
         losses = self._losses(raw[tokens], share, likeliest[tokens], where, rows)
         counts = self._counts(share.detach(), likeliest[tokens], dropped)
         return routing._replace(losses=losses, counts=counts)
+
+    def _imposed(self, where: Geometry, rows: Rows, count: int) -> Chosen | None:
+        """The experts that are imposed on ``count`` rows."""
+        if where.replay is None:
+            return None
+        return where.replay.imposed(self.layer, rows.first, rows.tokens, count)
 
     def _softmax(self, logits: Tensor) -> Tensor:
         return exact_ops.softmax(logits) if self.shard.exact else logits.softmax(-1)
@@ -194,9 +210,9 @@ class Router(ShardedModule):
     def _within_capacity(self, experts: Tensor, where: Geometry, rows: Rows) -> tuple[Tensor, Tensor | None]:
         """Experts, those of pairs beyond an expert's capacity replaced by :attr:`experts`; and how many
         pairs of this rank these are. The first tokens of the microbatch, on whatever rank, have
-        precedence."""
+        precedence. In generation, and with what that has chosen, nothing is dropped."""
         factor = self.settings.capacity_factor
-        if factor is None or where.cache is not None:
+        if factor is None or where.cache is not None or where.replay is not None:
             return experts.clone(), None
         tokens = where.spans.tokens
         most = ceil(min(factor * tokens * self.settings.top_k / self.experts, tokens))

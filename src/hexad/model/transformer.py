@@ -1,6 +1,7 @@
 """The transformer, for every family, written as for one device."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
@@ -34,6 +35,7 @@ from .latent_attention_inventory import LatentAttentionSpec
 from .norms import Norm
 from .positions import Geometry, KeyValueCache, Rotary
 from .recompute import Last, Recompute
+from .replay import Replay
 from .residual import Residual
 
 DTYPES = {
@@ -166,6 +168,7 @@ class Transformer(nn.Module):
         key: DropoutKey | None = None,
         auxiliary: Auxiliary | None = None,
         cache: KeyValueCache | None = None,
+        replay: Replay | None = None,
     ) -> Tensor:
         """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
@@ -178,8 +181,11 @@ class Transformer(nn.Module):
             auxiliary: where layers add losses of their own; None outside of training.
             cache: keeps keys and values between passes (generation), and knows where the tokens, ``[1, this
                 rank's tokens]``, stand.
+            replay: experts that are imposed or kept; None: neither.
         """
         where = self._geometry(tokens, spans, key, auxiliary) if cache is None else self._cached(cache)
+        if replay is not None:
+            where = replace(where, replay=replay)
         if self.embedding is not None:
             x = scaled(self.embedding(tokens.flatten()), self.model.embedding_multiplier)
         else:
@@ -203,14 +209,15 @@ class Transformer(nn.Module):
         scale: float | None = 1.0,
         key: DropoutKey | None = None,
         auxiliary: Auxiliary | None = None,
+        replay: Replay | None = None,
     ) -> Tensor:
         """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none.
 
-        Only the last stage has it; ``inputs``, ``key`` and ``auxiliary`` as for :meth:`forward`. ``scale`` is
+        Only the last stage has it; ``inputs`` and all from ``key`` on as for :meth:`forward`. ``scale`` is
         what the sum will be multiplied by before it is differentiated; None where it will not be.
         """
         assert self.head is not None, "only the last stage has the output head"
-        hidden = self(tokens, spans, inputs=inputs, key=key, auxiliary=auxiliary)
+        hidden = self(tokens, spans, inputs=inputs, key=key, auxiliary=auxiliary, replay=replay)
         return self.head(hidden, labels.flatten(), scale)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,11 @@ class Microbatch:
         most: tokens that any rank holds of its microbatch at the same time; None: as many as this one.
         extras: further values of the tokens, by name, for a loss of one's own: ``[sequences, sequence,
             ...]``; ``[1, tokens, ...]`` of a part.
+        experts: int64 ``[sequences, sequence, layers with experts, top_k]``: the experts that tokens pass in
+            place of those that routers choose; -1 throughout a layer's where the router is to choose. None:
+            routers choose all.
+        expert_weights: float32 or float64, as large: their weights; None: the routers' weights of these. The
+            gradient that the router receives is in both cases that of its own weights.
     """
 
     tokens: Tensor
@@ -44,6 +50,8 @@ class Microbatch:
     numbers: Tensor | None = None
     most: int | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+    experts: Tensor | None = None
+    expert_weights: Tensor | None = None
 
     @property
     def sequences(self) -> int:
@@ -68,6 +76,8 @@ class Microbatch:
         multiple: int = 1,
         given: Sequence[int] | None = None,
         extras: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        experts: Sequence[Any] | None = None,
+        expert_weights: Sequence[Any] | None = None,
     ) -> Microbatch:
         """Sequences of any lengths as documents of one, with padding behind them.
 
@@ -77,6 +87,9 @@ class Microbatch:
                 :attr:`hexad.config.schema.ParallelSettings.token_multiple`.
             given: how many of each are not predicted; by default the first.
             extras: float32 values of each token that is predicted, by name; 0 of others.
+            experts: of each sequence an array ``[ids - 1, layers with experts, top_k]``, see the class: those
+                of all tokens but the last.
+            expert_weights: of each, as large.
 
         Raises:
             HexadError: a sequence without ids, or with other numbers of ids than the others say.
@@ -96,7 +109,14 @@ class Microbatch:
             values[name] = torch.tensor([row + [0.0] * padding], dtype=torch.float32)
         labels += [IGNORED] * padding
         documents = tuple(dict.fromkeys([*ends, len(tokens)]))
-        return cls(torch.tensor([tokens]), torch.tensor([labels]), documents, extras=values)
+        return cls(
+            torch.tensor([tokens]),
+            torch.tensor([labels]),
+            documents,
+            extras=values,
+            experts=_joined("experts", experts, sequences, padding, -1),
+            expert_weights=_joined("expert_weights", expert_weights, sequences, padding, 0.0),
+        )
 
     def targets(self) -> int:
         """Number of positions that have a target; of a part, of its own."""
@@ -116,7 +136,12 @@ class Microbatch:
         numbers = numbers_of(divided, rank)
         tokens, labels = (tensor.flatten()[numbers][None] for tensor in (self.tokens, self.labels))
         extras = {name: values.flatten(0, 1)[numbers][None] for name, values in self.extras.items()}
-        return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers, extras=extras)
+        experts, weights = (
+            None if values is None else values.flatten(0, 1)[numbers][None]
+            for values in (self.experts, self.expert_weights)
+        )
+        part = replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers, extras=extras)
+        return replace(part, experts=experts, expert_weights=weights)
 
     def without_targets_from(self, sequence: int) -> Microbatch:
         """Drop the targets of all sequences from this one on."""
@@ -130,7 +155,36 @@ class Microbatch:
         numbers = None if self.numbers is None else moved(self.numbers, device)
         tokens, labels = moved(self.tokens, device), moved(self.labels, device)
         extras = {name: moved(values, device) for name, values in self.extras.items()}
-        return replace(self, tokens=tokens, labels=labels, numbers=numbers, extras=extras)
+        experts, weights = (
+            None if values is None else moved(values, device)
+            for values in (self.experts, self.expert_weights)
+        )
+        there = replace(self, tokens=tokens, labels=labels, numbers=numbers, extras=extras)
+        return replace(there, experts=experts, expert_weights=weights)
+
+
+def _joined(
+    name: str, arrays: Sequence[Any] | None, sequences: Sequence[Sequence[int]], padding: int, fill: float
+) -> Tensor | None:
+    """``[1, tokens, ...]``: the values of the tokens of all sequences, one after the other, and of padding.
+
+    Raises:
+        HexadError: other numbers of arrays or of tokens than the sequences have.
+    """
+    if arrays is None:
+        return None
+    if len(arrays) != len(sequences):
+        raise HexadError(f"{name}: found {len(arrays)} values for {len(sequences)} sequences")
+    tensors = [torch.as_tensor(array) for array in arrays]
+    for number, (ids, values) in enumerate(zip(sequences, tensors), 1):
+        if values.dim() != 3 or len(values) != len(ids) - 1 or values.shape[1:] != tensors[0].shape[1:]:
+            wanted = f"[{len(ids) - 1}, layers with experts, top_k], of all tokens but the last"
+            raise HexadError(
+                f"{name} of sequence {number}: found shape {tuple(values.shape)}, expected {wanted}"
+            )
+    whole = torch.cat(tensors)
+    whole = whole if whole.is_floating_point() else whole.long()
+    return torch.cat((whole, whole.new_full((padding, *whole.shape[1:]), fill)))[None]
 
 
 def _check_sequences(

@@ -46,6 +46,7 @@ CONTENTS: dict[str, tuple[str, ...]] = {
         "generation.requests.Sampling",
         "generation.requests.Request",
         "generation.requests.Logprob",
+        "generation.requests.RoutedExperts",
     ),
     "Losses of one's own": ("engine.losses.Outputs",),
     "Any model": (

@@ -84,7 +84,7 @@ def test_other_layouts_generate_the_same(
     text = {"prompts": [{"prompt": "the q"}], "tokens": 12, "checkpoint": str(trained.newest)}
     text |= {"samples": 1, "stop": (), "file": None, "output": None, "min_p": 0.0, "repetition_penalty": 1.0}
     text |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (), "schema": None}
-    text |= {"logprobs": False, "prompt_logprobs": False, "top_logprobs": 0}
+    text |= {"logprobs": False, "prompt_logprobs": False, "top_logprobs": 0, "routing": False}
     alone = generated(trained, "--temperature", "1.5", "--top-p", "0.95", "--seed", "3")
     request = {**sampling, **text, "nproc": world, "overrides": overrides}
     first, *others = pool.apart(world, generated_by, request, free_port())

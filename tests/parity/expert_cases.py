@@ -113,8 +113,19 @@ UNGATED = _mixture(
     {"experts": 4, "top_k": 2, "z_loss": 0.1},
     model={"family": "gpt2", "kv_heads": 8, "mlp_bias": False},
 )
+IMPOSED = (
+    replace(DEEPSEEK, name="experts imposed, in groups, shared", imposed="experts"),
+    replace(CAPACITY, name="experts imposed with weights, isolate", imposed="weights"),
+)
+IMPOSED_EXPERTS = up_to_three_microbatches(
+    (
+        Case(IMPOSED[0], tensor=2, context=2, expert=4, pipeline=2, schedule="zb_v", virtual=2),
+        Case(IMPOSED[1], 2, 2, False, expert=2, zero=3, recompute="full", dispatcher="all_gather"),
+    )
+)
 FURTHER_EXPERTS = (
     *ADAPTED_EXPERTS[:2],
+    *IMPOSED_EXPERTS,
     Case(UNGATED, data=2, tensor=2, expert=2, expert_tensor=2, zero=1, recompute="full", samples=6),
 )
 EVERY_EXPERT = up_to_three_microbatches(expert_cases())

@@ -11,12 +11,13 @@ from hexad.engine import experts as engine_experts
 from hexad.engine import language
 from hexad.model import router
 from hexad.model.auxiliary import Auxiliary
+from hexad.model.replay import Replay
 from hexad.parallel.data.buckets import StateSharding
 from hexad.parallel.expert import dispatch, grouped
 from hexad.parallel.inventory import Parameter, Traits
 from hexad.topology.mesh import Mesh
 
-from .expert_cases import CAPACITY, DEEPSEEK, MIXTRAL
+from .expert_cases import CAPACITY, DEEPSEEK, IMPOSED, MIXTRAL
 from .harness import Case
 from .mutation import Mutation, Patches, same
 
@@ -137,6 +138,15 @@ def _rows_beyond_the_last_offset(mesh: Mesh) -> Patches:
     ]
 
 
+def _imposed_on_other_tokens(mesh: Mesh) -> Patches:
+    original = Replay.imposed
+
+    def imposed(self: Any, layer: int, first: int, *rest: Any) -> Any:
+        return original(self, layer, 0, *rest)
+
+    return [mock.patch.object(Replay, "imposed", imposed)]
+
+
 def _capacity_of_a_rank(mesh: Mesh) -> Patches:
     return [mock.patch.object(router, "all_gather", same)]
 
@@ -167,5 +177,8 @@ EXPERT_MUTATIONS = {
         _loads_of_this_data_rank, _case(DEEPSEEK, 2), 2
     ),
     "add rows that nothing has written": Mutation(_rows_beyond_the_last_offset, _case(CAPACITY, 2)),
+    "impose on a tensor rank the experts of another": Mutation(
+        _imposed_on_other_tokens, _case(IMPOSED[0], tensor=2)
+    ),
     "drop by the capacity of a rank": Mutation(_capacity_of_a_rank, _case(CAPACITY, tensor=2)),
 }

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from hexad.config import Config
-from hexad.dataset.load.microbatch import IGNORED, Microbatch
 from hexad.parallel import pointwise
 from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
 from ..small import Tree, config_of
+from .batches import microbatches
 
 STEPS = 2
 """The second is the first that computes with updated weights."""
@@ -35,6 +35,7 @@ class Variant:
         masked: share of targets that are ignored, unevenly over the samples.
         micro: sequences per microbatch.
         equal_scores: routers begin with zeros: ties, all tokens to the first experts.
+        imposed: ``experts`` or ``weights``: random ones are imposed on most tokens.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Variant:
     masked: float = 0.0
     micro: int = 1
     equal_scores: bool = False
+    imposed: str = ""
     overrides: Tree = field(default_factory=dict)
 
 
@@ -489,48 +491,6 @@ class Trace:
     norms: list[float]
     gradients: Tensors
     weights: Tensors
-
-
-def global_batch(case: Case, step: int) -> list[Microbatch]:
-    """The step's samples, one per row-sized microbatch, whatever the layout."""
-    config = case.config()
-    length, vocab = config.data.sequence, int(config.model.vocab)
-    generator = np.random.default_rng(100 + step)
-    samples = []
-    for index in range(config.batch.global_):
-        tokens = generator.integers(0, vocab, length + 1)
-        labels = tokens[1:].copy()
-        # Sample 0 loses most of its targets: ranks then differ much in their number.
-        labels[generator.random(length) < case.variant.masked * (2.0 if index == 0 else 0.7)] = IGNORED
-        documents = None
-        if case.variant.documents == "isolate":
-            cuts = sorted({0, *generator.integers(1, length, index % 4 * (length // 12)).tolist()})
-            documents = (*cuts, length)
-        samples.append(Microbatch(torch.tensor(tokens[None, :-1]), torch.tensor(labels[None]), documents))
-    return samples
-
-
-def microbatches(case: Case, step: int, data_rank: int) -> list[Microbatch]:
-    """The microbatches of one data rank, in the loader's order."""
-    samples, micro = global_batch(case, step), case.variant.micro
-    stride = micro * case.data
-    return [
-        _join(samples[start + data_rank * micro : start + (data_rank + 1) * micro])
-        for start in range(0, len(samples), stride)
-    ]
-
-
-def _join(rows: list[Microbatch]) -> Microbatch:
-    documents: list[int] = []
-    for index, row in enumerate(rows):
-        if row.documents is not None:
-            documents += [index * row.tokens.shape[1] + start for start in row.documents[:-1]]
-    total = sum(row.tokens.numel() for row in rows)
-    return Microbatch(
-        torch.cat([row.tokens for row in rows]),
-        torch.cat([row.labels for row in rows]),
-        (*documents, total) if documents else None,
-    )
 
 
 def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tuple[Any, ...]:

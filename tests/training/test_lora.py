@@ -341,15 +341,23 @@ def test_adapters_are_not_added_to_other_weights(tmp_path: Path, data: str) -> N
     assert "holds adapters, not complete weights" in run.train().error
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3", "deepseek_v3")]
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3", "qwen3_moe")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", *_SLOW])
+EXPORTED = {
+    "deepseek_v3": ["q_down", "kv_down", "kv_up", "attention.out", "ffn.shared.*", "experts.gate_up"],
+    "mixtral": ["q", "layers.0*experts.gate_up", "experts.down"],
+    "qwen3_moe": ["k", "ffn.down", "experts.down"],
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "deepseek_v3", *_SLOW])
 def test_exports_compute_the_same(name: str, tmp_path: Path, data: str) -> None:
-    """Merged, and in PEFT's format, where GPT-2 and Phi-3 have one adapter for query, key and value."""
+    """Merged, and in PEFT's format, where GPT-2 and Phi-3 have one adapter for query, key and value, and
+    experts are parameters."""
     source = theirs.save(name, tmp_path / "hf", torch.float64)
-    latent = {"targets": ["q_down", "kv_down", "kv_up", "attention.out"]}
-    run = lora_run(tmp_path / "run", data, source, **(latent if name == "deepseek_v3" else {}))
+    targets = {"targets": EXPORTED[name]} if name in EXPORTED else {}
+    run = lora_run(tmp_path / "run", data, source, **targets)
     assert run.train("optimizer.lr=0.1").status == 0
     document = convert("export", run.directory, tmp_path / "merged")
     assert document["family"] == theirs.MODELS[name][0]

@@ -276,6 +276,7 @@ ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_LIKE_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def export_adapters(path: Path, to: Path, dtype: str) -> Exported:
@@ -283,7 +284,7 @@ def export_adapters(path: Path, to: Path, dtype: str) -> Exported:
 
     Where several of our matrices are one in published files (GPT-2's and Phi-3's query, key and value), their
     adapters become one, of the sum of their ranks: ``A`` one above the other, ``B`` block by block, ``alpha``
-    in proportion.
+    in proportion. Those of experts are ``target_parameters``.
 
     The directory is renamed into place when all is on disk. ``dtype`` is a key of :data:`DTYPES`, or
     ``auto``: as they are stored.
@@ -308,12 +309,6 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
             f"--adapter: checkpoint {checkpoint.path} has trained {others[0]} besides its adapters "
             "(model.train), which PEFT's format does not hold; export the merged model: leave --adapter out"
         )
-    stacks = [name for name in inventory.adapters() if of_stack(name)]
-    if stacks:
-        raise HexadError(
-            f"--adapter: checkpoint {checkpoint.path} has adapters of experts ({stacks[0]}), which this "
-            "export does not write; export the merged model: leave --adapter out"
-        )
     kind = architecture(config.model)
     modules = _modules(inventory, kind)
     tensors: dict[str, Tensor] = {}
@@ -321,14 +316,21 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
     for module, parts in modules.items():
         first, second = _joined(checkpoint, parts)
         ranks[module] = first.shape[0]
-        wanted = first.dtype if dtype == "auto" else DTYPES[dtype]
-        tensors[f"{_PREFIX}{module}.lora_A.weight"] = first.to(wanted).contiguous()
-        tensors[f"{_PREFIX}{module}.lora_B.weight"] = second.to(wanted).contiguous()
+        tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"] = first, second
+    stacks = [name.removesuffix(".lora_a") for name in inventory.adapters() if _is_first_of_stack(name)]
+    for name in stacks:
+        module, (first, second) = _wrapper(name, stacks, kind), _of_experts(checkpoint, name)
+        tensors[f"{module}.lora_A"], tensors[f"{module}.lora_B"] = first, second
+    tensors = {
+        f"{_PREFIX}{name}.weight": (values if dtype == "auto" else values.to(DTYPES[dtype])).contiguous()
+        for name, values in tensors.items()
+    }
     base = Base.of(checkpoint.manifest)
     with appearing(to, "--to") as partial:
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         _write(partial / WEIGHTS_FILE, described, tensors.values())
-        write_json(partial / ADAPTER_CONFIG_FILE, _config(config, kind, ranks, base))
+        parameters = [kind.spellings(name)[-1] for name in stacks]
+        write_json(partial / ADAPTER_CONFIG_FILE, _config(config, kind, ranks, parameters, base))
     word = dtype_name(next(iter(tensors.values())).dtype)
     return Exported(kind.name, word, [WEIGHTS_FILE], sum(map(torch.numel, tensors.values())), [])
 
@@ -359,12 +361,37 @@ def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[Tensor, Tensor]:
     return first, torch.block_diag(*blocks)
 
 
-def _config(config: Config, kind: Family, ranks: dict[str, int], base: Base | None) -> dict[str, Any]:
-    """The content of ``adapter_config.json``."""
+def _is_first_of_stack(name: str) -> bool:
+    """Whether a tensor is ``A`` of the adapters of a stack of experts' matrices."""
+    return of_stack(name) and name.endswith(".lora_a")
+
+
+def _wrapper(stack: str, adapted: Sequence[str], kind: Family) -> str:
+    """The module of PEFT that has a stack's adapters. It wraps each parameter of the module of experts in
+    another one, the first innermost."""
+    module = kind.spellings(stack)[-1].rpartition(".")[0]
+    inner = stack.endswith(".gate_up") and stack.replace(".gate_up", ".down") in adapted
+    return f"{module}.base_layer" if inner else module
+
+
+def _of_experts(checkpoint: Checkpoint, stack: str) -> tuple[Tensor, Tensor]:
+    """``A [experts * rank, in]``, expert by expert, and ``B [out, rank * experts]``, of each rank all
+    experts."""
+    first, second = (checkpoint.read(f"model.{stack}.lora_{half}") for half in "ab")
+    return first.flatten(0, 1), second.flatten(1, -2).permute(1, 2, 0).flatten(1)
+
+
+def _config(
+    config: Config, kind: Family, ranks: dict[str, int], parameters: list[str], base: Base | None
+) -> dict[str, Any]:
+    """The content of ``adapter_config.json``; ``parameters``: names of adapted stacks of experts."""
     lora = config.model.lora
     assert lora is not None
     source = None if base is None or base.load is None else base.load.removeprefix(HUGGING_FACE)
     short = {module: _short(module, list(ranks), config.model, kind) for module in ranks}
+    # In models with experts PEFT takes these names for those of experts, wherever they are.
+    alike = [module for module in ranks if kind.experts and module.rpartition(".")[2] in _LIKE_EXPERTS]
+    parameters = [*parameters, *(f"{module}.weight" for module in alike)]
     wider = {short[module]: rank for module, rank in ranks.items() if rank != lora.rank}
     return {
         "peft_type": "LORA",
@@ -372,8 +399,9 @@ def _config(config: Config, kind: Family, ranks: dict[str, int], base: Base | No
         "base_model_name_or_path": source,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted(set(short.values())),
+        "lora_dropout": 0.0 if parameters else lora.dropout,  # PEFT has none for parameters
+        "target_modules": sorted({name for module, name in short.items() if module not in alike}),
+        "target_parameters": parameters or None,
         "rank_pattern": wider,
         "alpha_pattern": {name: lora.alpha * rank / lora.rank for name, rank in wider.items()},
         "fan_in_fan_out": kind.transposed,

@@ -41,6 +41,7 @@ class HexadAdapter(Adapter):
     """An engine on every rank."""
 
     name, package = "hexad", "hexad"
+    dispatcher = "auto"
 
     @classmethod
     def refusal(cls, scenario: Scenario) -> str | None:
@@ -60,8 +61,8 @@ class HexadAdapter(Adapter):
         world = dist.get_world_size() if dist.is_initialized() else 1
         return Mesh.create(Layout.from_settings(parallel, world), torch.device("cpu"))
 
-    @staticmethod
-    def _tree(scenario: Scenario, directory: str) -> dict[str, Any]:
+    @classmethod
+    def _tree(cls, scenario: Scenario, directory: str) -> dict[str, Any]:
         sizes, degrees = scenario.sizes, scenario.degrees
         moe = {
             "experts": sizes.experts,
@@ -70,6 +71,7 @@ class HexadAdapter(Adapter):
             "aux_loss": sizes.aux_loss,
             "bias_rate": sizes.bias_rate,
             "capacity_factor": sizes.capacity,
+            "dispatcher": cls.dispatcher,
         }
         return {
             "run": {"device": "cpu", "compile": "none", "steps": 100, "dir": directory},

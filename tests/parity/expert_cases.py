@@ -123,12 +123,27 @@ IMPOSED_EXPERTS = up_to_three_microbatches(
         Case(IMPOSED[1], 2, 2, False, expert=2, zero=3, recompute="full", dispatcher="all_gather"),
     )
 )
+OFFLOADED = replace(MIXTRAL, name="experts, offload", overrides={"memory": {"offload": "optimizer"}})
+OFFLOADED_EXPERTS = up_to_three_microbatches(
+    (
+        Case(OFFLOADED, data=2, expert=2, zero=3, pipeline=2),
+        Case(OFFLOADED, data=2, tensor=2, expert=2, zero=1),
+    )
+)
+COMPILED_EXPERTS = up_to_three_microbatches(
+    (
+        Case(MIXTRAL, data=2, expert=2, zero=1, compile="pointwise"),
+        Case(CAPACITY, data=2, tensor=2, expert=4, zero=3, recompute="selective", compile="pointwise"),
+        Case(DEEPSEEK, data=2, context=2, expert=2, pipeline=2, zero=2, compile="pointwise"),
+    )
+)
 FURTHER_EXPERTS = (
+    OFFLOADED_EXPERTS[0],
     *ADAPTED_EXPERTS[:2],
     *IMPOSED_EXPERTS,
     Case(UNGATED, data=2, tensor=2, expert=2, expert_tensor=2, zero=1, recompute="full", samples=6),
 )
 EVERY_EXPERT = up_to_three_microbatches(expert_cases())
 EXPERT_GRID = covering(EVERY_EXPERT, EXPERT_SETTINGS, 2)
-MORE_EXPERTS = (*EVERY_EXPERT[::137], *ADAPTED_EXPERTS[2:])
+MORE_EXPERTS = (*EVERY_EXPERT[::137], *ADAPTED_EXPERTS[2:], OFFLOADED_EXPERTS[1], *COMPILED_EXPERTS)
 """For the slow sweep."""

@@ -48,10 +48,17 @@ def test_hexad_passes(check: Check, bench: Bench) -> None:
     assert finding.outcome == "passed", finding
 
 
+class GatheringAdapter(HexadAdapter):
+    """Every rank of a group receives all tokens."""
+
+    dispatcher = "all_gather"
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("adapter", [HexadAdapter, GatheringAdapter])
 @pytest.mark.parametrize("check", TESTED, ids=lambda check: str(check.number))
-def test_hexad_passes_every_scenario(check: Check, bench: Bench) -> None:
-    for finding in check.findings(bench):
+def test_hexad_passes_every_scenario(check: Check, adapter: type[HexadAdapter], pool: Pool) -> None:
+    for finding in check.findings(Bench(adapter, pool.run, failures=(RankError,))):
         assert finding.outcome == "passed", finding
 
 

@@ -80,6 +80,15 @@ def test_fp16_gives_auxiliary_losses_the_weight_they_have_in_float64() -> None:
     assert norms == pytest.approx(wanted_norms, rel=2**-7)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bits_on_several_ranks_are_close_to_one_process(dtype: str, pool: Pool) -> None:
+    case = Case(replace(MIXTRAL, overrides={"precision": {"dtype": dtype}}), samples=6)
+    wanted, divided = run_rank(case), replace(case, data=2, tensor=2, expert=2, expert_tensor=2, zero=2)
+    losses, norms, *_ = pool.run(divided.world, run_rank, divided)[0]
+    assert losses == pytest.approx(wanted[0], rel=2**-8)
+    assert norms == pytest.approx(wanted[1], rel=2**-6)
+
+
 def test_evaluation_has_no_auxiliary_losses() -> None:
     case = Case(MIXTRAL, steps=1)
     (token_loss, *_), *_ = run_rank(case)

@@ -190,16 +190,20 @@ class LatentAttentionSpec(AttentionCoreSpec):
             return max(self.repeated(run, recomputed), self.out.exact(run))
         if "mla_up" not in recomputed:
             return 0
+        return self._heads_alive(run, recomputed)
+
+    def _heads_alive(self, run: Execution, recomputed: Parts) -> int:
+        """Bytes of queries, keys and values that exist while attention runs, but are not kept."""
         q, k, _ = self._sizes(run)
-        exchanged = q + 2 * k if run.ulysses > 1 else 0  # as sent, and as received
-        return q + 2 * k + exchanged - self._heads_kept(run, recomputed)
+        sent = q + 2 * k if run.ulysses > 1 and "mla_up" in recomputed else 0  # and as received
+        return q + 2 * k + sent - self._heads_kept(run, recomputed)
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed where the forward pass is repeated without the last product, above what is kept; the
         output is not there yet."""
         q, k, _ = self._sizes(run)
         uncut = q if self._cut else 0
-        core = self._core_forward(run) + (q + 2 * k - self._heads_kept(run, recomputed)) + uncut
+        core = self._core_forward(run) + self._heads_alive(run, recomputed) + uncut
         core -= self._values_kept(run) if self._cut else 0
         later = self._values_kept(run) + (0 if {"pairs", "mla_up"} & recomputed else 2 * k)
         heads = self._heads(run, self.mla.nope_dim + self.mla.value_dim)

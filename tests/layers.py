@@ -12,7 +12,7 @@ from hexad.config.model import ModelSettings
 from hexad.model.attention import dropped_tiles
 from hexad.model.dropout import Dropper
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute import Recompute
+from hexad.model.recompute_inventory import Recompute
 from hexad.model.transformer import Transformer
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.kernels import Plain

@@ -125,6 +125,26 @@ _TABLE = """
 1 1 1 | c2 ulysses      | selective         | fp32        | latent
 1 1 2 | c2 all_gather   | none              | fp32        | latent, wide values
 2 1 1 | seq             | none              | fp32        | latent, lora with dropout
+1 1 1 |                 | none mla_up       | fp32        | latent
+1 1 1 |                 | selective mla_up  | bf16        | latent
+1 1 1 |                 | none norms mla_up | fp32        | latent, wide values
+2 1 1 | seq             | none mla_up       | fp32        | latent
+2 1 1 |                 | selective mla_up  | fp32        | latent, wide values
+1 2 1 | zb_h1           | none mla_up       | fp32        | latent
+1 1 2 | z3              | selective mla_up  | fp32        | latent
+1 1 1 | c2              | none mla_up       | fp32        | latent
+1 1 1 | c2 ulysses      | none mla_up       | fp32        | latent
+1 1 1 | c2 ulysses      | selective mla_up  | fp32        | latent, wide values
+2 1 1 | seq             | none mla_up       | fp32        | latent, lora with dropout
+1 1 1 |                 | none moe_act      | fp32        | experts
+1 1 1 |                 | none moe_act norms | fp32       | shared experts
+1 1 1 |                 | full moe_act norms | fp32       | dense and experts
+1 1 2 | e2 z3           | none moe_act      | fp32        | experts with adapters
+1 2 1 | zb_h1           | none moe_act norms | fp32       | experts
+1 1 1 |                 | none norms        | fp32        | llama
+1 1 1 |                 | none norms        | bf16        | gpt2
+2 1 1 | seq             | none norms        | fp32        | qwen3
+1 1 1 |                 | none norms        | fp32        | last layer
 """
 _NUMBERS = {
     "z": "zero",
@@ -196,7 +216,11 @@ def _parsed(line: str) -> tuple[int, Groups]:
     formats = {"dtype": precision[0]} | dict.fromkeys(precision[1:], "bf16")
     groups: Groups = {
         "parallel": settings,
-        "memory": {"recompute": memory[0], "offload": "optimizer" if len(memory) > 1 else "none"},
+        "memory": {
+            "recompute": memory[0],
+            "recompute_parts": [word for word in memory[1:] if word != "offload"],
+            "offload": "optimizer" if "offload" in memory else "none",
+        },
         "precision": formats,
         "model": _MODELS[model.strip()],
     }

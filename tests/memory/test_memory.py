@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from hexad.config.schema import MemorySettings
 from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute import Recompute
+from hexad.model.recompute_inventory import NOTHING, Recompute
 from hexad.model.transformer import build_stages
 from hexad.parallel.data.bucket_plan import Held
 from hexad.parallel.inventory import Execution
@@ -40,12 +41,14 @@ LATENT = {
 
 
 def _layer(recompute: str, sequence: bool, dtype: torch.dtype, **model_settings: Any) -> int:
-    """Bytes that one llama layer adds on this rank, its output counted and its input not."""
+    """Bytes that one llama layer adds on this rank, its output counted and its input not; ``recompute``: a
+    kind, and parts after blanks."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
     model = measured_config(model=model_settings).model
-    kind: Any = recompute
-    whole = whole_model(model, shard_of(axis, sequence, dtype), Recompute(kind))
+    kind, *parts = recompute.split()
+    settings = MemorySettings(recompute=kind, recompute_parts=parts)  # type: ignore[arg-type]
+    whole = whole_model(model, shard_of(axis, sequence, dtype), Recompute.from_settings(settings))
     initialise(declared_parameters(whole), 1)
     tokens = torch.arange(256).view(2, 128) % 100
     where = whole._geometry(tokens, None, None, None)
@@ -105,19 +108,52 @@ def closed_form_of_latent_attention(recompute: str, world: int, sequence: bool, 
     statistics = wide * (4 * rows + tokens * heads)
     none = 4 * tokens * p + tokens * v + rows * (2 * c + rope) + 4 * rows * model.hidden + 3 * tokens * f
     kept = 2 * tokens * p + tokens * (u + v + rope) + rows * (c + rope)
+    key = tokens * rope if sequence else 0  # gathered
+    selective, norms = kept + 2 * rows * model.hidden + 2 * tokens * f, 2 * rows * model.hidden
     return {
         "none": byte * none + statistics,
-        "selective": byte * (kept + 2 * rows * model.hidden + 2 * tokens * f) + statistics,
+        "none mla_up": byte * (none - 3 * tokens * p + key) + statistics,
+        "none norms": byte * (none - norms) + statistics,
+        "none mla_up norms": byte * (none - 3 * tokens * p + key - norms) + statistics,
+        "selective": byte * selective + statistics,
+        "selective mla_up": byte * (selective - tokens * (p + u + rope) + key) + statistics,
         "full": byte * rows * model.hidden,
     }[recompute]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+_PARTS = ("none mla_up", "selective mla_up", "none norms", "none mla_up norms")
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "none",
+        "selective",
+        "full",
+        *_PARTS[:2],
+        *(pytest.param(p, marks=pytest.mark.slow) for p in _PARTS[2:]),
+    ],
+)
 @pytest.mark.parametrize(("world", "sequence"), [(1, False), (2, True), (2, False)])
 def test_so_does_one_with_latent_attention(recompute: str, world: int, sequence: bool, pool: Pool) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for measured in pool.run(world, _latent_layer, recompute, sequence, dtype):
             assert measured == closed_form_of_latent_attention(recompute, world, sequence, dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_layer_with_experts(dtype: torch.dtype) -> None:
+    """``moe_act`` are the activated rows of all tokens' experts, without those of shared ones."""
+    experts: Any = {"experts": 8, "top_k": 2, "ffn_hidden": 176, "shared_experts": 1, "forced": True}
+    kept = {
+        what: _layer(what, False, dtype, moe=experts)
+        for what in ("none", "none moe_act", "none norms", "none mla_up", "none moe_act norms")
+    }
+    activated, normed = (dtype.itemsize * numbers for numbers in (256 * 2 * 176, 2 * 256 * 128))
+    assert kept["none"] - kept["none moe_act"] == activated
+    assert kept["none"] - kept["none norms"] == normed
+    assert kept["none"] - kept["none moe_act norms"] == activated + normed
+    assert kept["none mla_up"] == kept["none"]
 
 
 def _latent_layer(recompute: str, sequence: bool, dtype: torch.dtype) -> int:
@@ -145,14 +181,14 @@ def test_a_feed_forward_layer_keeps_the_same_on_every_device(family: str, dtype:
     assert kept["meta"] == kept["cpu"] == values * 192 * int(model.ffn_hidden) * dtype.itemsize
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("kind", ["none", "selective"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_repeated_keys_and_values_are_counted(
-    monkeypatch: pytest.MonkeyPatch, recompute: str, family: str
+    monkeypatch: pytest.MonkeyPatch, kind: Any, family: str
 ) -> None:
     """As GPUs need them in float32; here by force."""
     settings = {"family": family, "kv_heads": 2}
-    plain = _layer(recompute, False, torch.float32, **settings)
+    plain = _layer(kind, False, torch.float32, **settings)
     dense = AttentionKernel.dense
 
     def repeated(self: AttentionKernel, q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
@@ -160,13 +196,14 @@ def test_repeated_keys_and_values_are_counted(
         return dense(self, q, k, v, causal)
 
     monkeypatch.setattr(AttentionKernel, "dense", repeated)
-    measured = _layer(recompute, False, torch.float32, **settings)
+    measured = _layer(kind, False, torch.float32, **settings)
     attention = ModelInventory(measured_config(model=settings).model).attention
     run = Execution(2, 128)
-    there, here = (attention.kept(replace(run, cpu=cpu), recompute == "selective") for cpu in (False, True))
+    parts = Recompute(kind).of(0)
+    there, here = (attention.kept(replace(run, cpu=cpu), parts) for cpu in (False, True))
     assert measured - plain == there - here > 0
     dropped = replace(attention, dropout=0.1)  # in ordinary operations, with groups on any device
-    assert dropped.kept(replace(run, cpu=False), False) == dropped.kept(run, False)
+    assert dropped.kept(replace(run, cpu=False), NOTHING) == dropped.kept(run, NOTHING)
 
 
 # The state
@@ -319,6 +356,35 @@ def test_the_rank_with_most_scores_is_predicted(ranks: int, pool: Pool) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_peak_is_predicted_in_many_layouts(layout: str, pool: Pool) -> None:
     _check(*LAYOUTS[layout], pool)
+
+
+WITH_PARTS = [name for name, (_, groups) in LAYOUTS.items() if groups["memory"]["recompute_parts"]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    # One with latent attention, on one rank; experts; norms.
+    [
+        name if n in (0, 11, 16) else pytest.param(name, marks=pytest.mark.slow)
+        for n, name in enumerate(WITH_PARTS)
+    ],
+)
+def test_the_peak_with_recomputed_parts_is_predicted(layout: str, pool: Pool) -> None:
+    _check(*LAYOUTS[layout], pool, (-0.01, 0.03))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [["mla_up"], ["mla_up", "norms"]], ids=str)
+@pytest.mark.parametrize("value", [32, 64])
+@pytest.mark.parametrize(("world", "parallel"), [(1, {}), (2, {"tensor": 2, "sequence": False})])
+def test_so_it_is_where_attention_makes_the_peak(
+    world: int, parallel: dict[str, Any], value: int, parts: list[str], pool: Pool
+) -> None:
+    """Queries, keys and values exist a second time while attention's backward pass runs."""
+    mla: dict[str, Any] = LATENT["mla"] | {"value_dim": value, "q_rank": None if value == 64 else 64}  # type: ignore[operator]
+    groups = NARROW | {"model": NARROW["model"] | LATENT | {"mla": mla}}
+    groups |= {"parallel": parallel, "memory": {"recompute_parts": parts}}
+    _check(world, groups, pool, (-0.01, 0.03))
 
 
 def _check_exactly(world: int, groups: Groups, pool: Pool) -> None:

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey
-from hexad.model.recompute import Recompute
+from hexad.model.recompute_inventory import Recompute
 from hexad.model.transformer import Transformer
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters, initialise

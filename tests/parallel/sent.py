@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 from hexad.comm import sent_bytes
 from hexad.model.attention_inventory import AttentionCoreSpec
-from hexad.model.block_inventory import BlockSpec, BranchSpec, Recomputed
+from hexad.model.block_inventory import BlockSpec, BranchSpec
 from hexad.model.inventory import StageSpec
 from hexad.model.latent_attention_inventory import LatentAttentionSpec
+from hexad.model.recompute_inventory import Parts, Recompute
 from hexad.parallel.inventory import Execution
 from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec, HeadSpec
 from hexad.parallel.tensor.linear_inventory import LinearSpec
@@ -42,14 +43,14 @@ def bytes_sent(collectives: list[Collective], sizes: dict[str, int]) -> int:
 
 
 def of_stage(
-    stage: StageSpec, run: Execution, recompute: Recomputed, count: int, split: bool, keys: Keys | None = None
+    stage: StageSpec, run: Execution, recompute: Recompute, split: bool, keys: Keys | None = None
 ) -> list[Collective]:
-    """All collectives; the first ``count`` layers recompute, and with ``split`` weight gradients are actions
-    of their own. Without ``keys`` those of all tokens are sent to every rank of the ring."""
+    """All collectives; with ``split`` weight gradients are actions of their own. Without ``keys`` those of
+    all tokens are sent to every rank of the ring."""
     collectives = [
         collective
-        for number, (block, kind) in enumerate(stage.recomputing(recompute, count))
-        for collective in _of_block(block, run, kind, split, keys)
+        for number, (block, parts) in enumerate(stage.recomputing(recompute))
+        for collective in _of_block(block, run, parts, split, keys)
         if collective.action == "F" or number >= stage.unreached
     ]
     collectives += [] if stage.embedding is None else _of_embedding(stage.embedding, run)
@@ -57,11 +58,15 @@ def of_stage(
 
 
 def _of_block(
-    block: BlockSpec, run: Execution, recompute: Recomputed, split: bool, keys: Keys | None
+    block: BlockSpec, run: Execution, recomputed: Parts, split: bool, keys: Keys | None
 ) -> list[Collective]:
-    """Full recompute repeats the forward pass but for the last sum."""
+    """Full recompute repeats the forward pass but for the last sum; ``mla_up`` gathers latent vectors again,
+    and exchanges heads again."""
     collectives = [part for branch in block.parts for part in _of_branch(branch, run, split, keys)]
-    if recompute == "full":
+    if "mla_up" in recomputed:
+        latent = (branch for branch in block.parts if isinstance(branch, LatentAttentionSpec))
+        collectives += [part for branch in latent for part in _of_heads(branch, run)]
+    if "layer" in recomputed:
         forward = [collective for collective in collectives if collective.action == "F"]
         collectives += [collective._replace(action="B") for collective in forward[:-1]]
     return collectives
@@ -73,6 +78,15 @@ def _of_branch(branch: BranchSpec, run: Execution, split: bool, keys: Keys | Non
     if isinstance(branch, LatentAttentionSpec):
         between += _of_shared_key(run.whole(branch.mla.rope_dim), run.sequence)
     return [*first, *between, *(part for parts in others for part in parts)]
+
+
+def _of_heads(attention: LatentAttentionSpec, run: Execution) -> list[Collective]:
+    """What makes queries, keys and values of latent vectors that are there."""
+    linears = (attention.queries, attention.kv_up) if run.sequence else ()
+    collectives = [Collective("B", "tensor", "all_gather", run.whole(linear.inputs)) for linear in linears]
+    if run.ulysses > 1:
+        collectives.append(Collective("B", "ulysses", "all_to_all", attention.exchanged_bytes(run)[0]))
+    return collectives
 
 
 def _of_shared_key(whole: int, sequence: bool) -> list[Collective]:

@@ -7,6 +7,7 @@ import torch
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
+from hexad.model.recompute_inventory import Recompute
 from hexad.parallel.context.balance import received
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
@@ -110,6 +111,20 @@ def test_ulysses_exchanges_heads(context: int, kv_heads: int, copies: int, pool:
     assert _sent(config, context, _PACKED, pool) == [wanted] * context
 
 
+def test_heads_of_latent_attention_are_exchanged_again(pool: Pool) -> None:
+    """``mla_up`` recomputes what was received; queries, keys and values are of the wider of both widths."""
+    mla = {"q_rank": None, "kv_rank": 12, "nope_dim": 6, "rope_dim": 4, "value_dim": 7}
+    config = _config(kv_heads=4, context=2, context_method="ulysses")
+    for parts, times in ((), 2), (("mla_up",), 3):
+        changed = config_of(
+            config.model_dump(by_alias=True),
+            model={"family": "deepseek_v2", "mla": mla, "head_dim": "auto"},
+            memory={"recompute_parts": list(parts)},
+        )
+        heads, out = ((numbers * 4 * 10 * _MICRO * _SEQUENCE // 2 * 4) // 2 for numbers in (3, 1))
+        assert _sent(changed, 2, _PACKED, pool) == [times * heads + 2 * out] * 2
+
+
 @pytest.mark.parametrize(
     ("parallel", "documents"),
     [
@@ -138,7 +153,7 @@ def test_what_attention_sends(
         place = layout.coordinates(rank)["context"] // settings.ulysses
         all_rounds = rounds(ring, place)
         keys = sum(r.sent for r in all_rounds), sum(r.received for r in all_rounds)
-        collectives = of_stage(stage, run, recompute, _LAYERS, False, keys)
+        collectives = of_stage(stage, run, Recompute(recompute), False, keys)
         assert sent == bytes_sent(collectives, {"ring": run.ring, "ulysses": run.ulysses}) / _LAYERS
 
 

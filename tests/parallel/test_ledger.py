@@ -10,6 +10,7 @@ from hexad.comm import sent_bytes
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
+from hexad.model.recompute_inventory import Recompute
 from hexad.planning import resolve
 from hexad.planning.costs import parameter_count
 from hexad.planning.memory import execution, per_pipeline_rank, rank_buckets, rank_parameters, rank_stages
@@ -107,6 +108,7 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
         ("qwen3", 2, False, "1f1b", "none", 1),
         ("deepseek_v3", 2, True, "zb_h1", "full", 4),
         ("deepseek_v3", 4, False, "1f1b", "selective", 4),
+        ("deepseek_v3", 2, True, "zb_h1", "mla_up", 4),
     ],
 )
 def test_what_layers_send(
@@ -114,13 +116,15 @@ def test_what_layers_send(
 ) -> None:
     """For 2 of 4 layers that recompute; with weight gradients in actions of their own, or not. Gradients of
     KV heads that several ranks hold are summed over these."""
-    memory = {"recompute": recompute, **({} if recompute == "none" else {"recompute_layers": 2})}
+    memory: dict[str, Any] = {"recompute": recompute, "recompute_layers": 2}
+    if recompute not in ("selective", "full"):
+        memory = {} if recompute == "none" else {"recompute_parts": [recompute]}
     config = _config(family, 1, tensor, sequence, "fp32", kv_heads=kv_heads, schedule=schedule)
     config = build_config({**config.model_dump(by_alias=True), "memory": memory})
     layout = Layout.from_settings(config.parallel, tensor)
     stages = rank_stages(resolve(config, layout), 0)
-    kind: Any = recompute
-    collectives = of_stage(stages[0], execution(config, layout), kind, 2, schedule == "zb_h1")
+    what = Recompute.from_settings(config.memory)
+    collectives = of_stage(stages[0], execution(config, layout), what, schedule == "zb_h1")
     per_microbatch = bytes_sent(collectives, {"tensor": tensor})
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}

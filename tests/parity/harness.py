@@ -104,6 +104,7 @@ class Case:
     zero: int = 0
     replicas: int = 1
     recompute: str = "none"
+    parts: tuple[str, ...] = ()
     compile: str = "none"
     steps: int = STEPS
     context: int = 1
@@ -157,7 +158,8 @@ class Case:
         """How the state is divided, and what is recomputed."""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
         compiled = f", compile {self.compile}" if self.compile != "none" else ""
-        return f"zero {self.zero}{replicas}, recompute {self.recompute}{compiled}"
+        recompute = " + ".join((self.recompute, *self.parts))
+        return f"zero {self.zero}{replicas}, recompute {recompute}{compiled}"
 
     @property
     def microbatches(self) -> int:
@@ -216,7 +218,7 @@ class Case:
                 "bucket_mb": 0.004,  # several buckets even in a tiny model
             },
             "precision": {"dtype": "fp64"},
-            "memory": {"recompute": self.recompute},
+            "memory": {"recompute": self.recompute, "recompute_parts": list(self.parts)},
             "optimizer": {"lr": 0.02, "clip": 0.5},
             "lr_schedule": {"warmup": 2},
         }

@@ -73,4 +73,9 @@ def latent_cases() -> tuple[Case, ...]:
     return up_to_three_microbatches(cases)
 
 
-EVERY_LATENT = (*latent_cases(), replace(LATENT_GRID[0], compile="pointwise"))
+EVERY_LATENT = (
+    *latent_cases(),
+    replace(LATENT_GRID[0], compile="pointwise"),
+    # Deferred products of the same inputs, of which one gathers them.
+    *up_to_three_microbatches([Case(deep(LATENT[1], 3), 1, 2, True, 2, "zb_h1")]),
+)

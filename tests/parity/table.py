@@ -24,10 +24,11 @@ from .harness import (
 )
 from .latent_cases import LATENT_GRID
 from .mutations import MUTATIONS
+from .part_cases import PARTS_GRID
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *LATENT_GRID)
+_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *LATENT_GRID, *PARTS_GRID)
 _OTHERS = len(PIPELINE_GRID) + len(_LATER) + len(CONTEXT_GRID) + len(EXPERT_GRID)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
@@ -65,7 +66,8 @@ pair of settings; `pytest -m slow` runs all, and every test run adds a random sa
 `compile pointwise` pointwise functions are compiled (`run.compile: pointwise`), against one process in which
 they are not. In the {len(COPIED_GRID)} rows with `kv_heads` several tensor ranks hold the same KV heads; in
 the next {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapters (`model.lora`) or without.
-In the last {len(LATENT_GRID)} rows attention is multi-head latent attention (`model.mla`).
+In the {len(LATENT_GRID)} rows after these attention is multi-head latent attention (`model.mla`); in the
+last {len(PARTS_GRID)} rows every layer recomputes parts (`memory.recompute_parts`).
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""

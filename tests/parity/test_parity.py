@@ -46,6 +46,7 @@ from .harness import (
 )
 from .latent_cases import EVERY_LATENT, LATENT, LATENT_GRID
 from .mutations import MUTATIONS
+from .part_cases import EVERY_PART, PARTS_GRID
 from .table import PAGE, context_rows, expert_rows, pipeline_rows, rows, state_rows
 
 
@@ -75,6 +76,7 @@ def _by_layout(cases: Iterable[Case]) -> list[Case]:
             *EXPERT_GRID,
             *FURTHER_EXPERTS,
             *LATENT_GRID,
+            *PARTS_GRID,
             *CONTEXT_GRID,
         )
     ),
@@ -125,6 +127,7 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
             *EVERY_COPIED,
             *EVERY_ADAPTED,
             *EVERY_LATENT,
+            *EVERY_PART,
             *CONTEXT_TRIPLES,
             *COMPILED_CONTEXT,
             *MORE_EXPERTS,

@@ -251,6 +251,7 @@ class Wording:
         "model.train": ("'all' or [pattern, ...]", "a string"),
         "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
         "optimizer.betas": ("[beta1, beta2]", "a number"),
+        "memory.recompute_parts": ("a list of moe_act, norms, mla_up", "moe_act, norms or mla_up"),
         "batch.ramp": ("[start, increment, samples] or null", "an integer"),
     }
     """What to expect where several forms are good, or an item of a list has one: setting -> (whole, item)."""

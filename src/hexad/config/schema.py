@@ -310,6 +310,9 @@ class PrecisionSettings(Settings):
         return {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}[self.dtype]
 
 
+RecomputePart = Literal["moe_act", "norms", "mla_up"]
+
+
 class MemorySettings(Settings):
     """What is traded for memory."""
 
@@ -318,8 +321,19 @@ class MemorySettings(Settings):
     no matrix product, ``full`` all but each layer's input."""
     recompute_layers: Literal["all"] | Positive = "all"
     """How many layers per stage recompute: ``all``, or the first ones."""
+    recompute_parts: tuple[RecomputePart, ...] = ()
+    """Parts that every layer recomputes besides: ``norms``, outputs of the norms before attention and
+    feed-forward; ``moe_act``, activated values of the experts; ``mla_up``, what multi-head latent attention
+    projects from latent vectors: queries, keys and values."""
     offload: Literal["none", "optimizer"] = "none"
     """What is kept in the host's memory."""
+
+    @field_validator("recompute_parts")
+    @classmethod
+    def _each_once(cls, value: tuple[RecomputePart, ...]) -> tuple[RecomputePart, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("each part once, of moe_act, norms and mla_up")
+        return value
 
 
 class OptimizerSettings(Settings):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, HexadError
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.recompute import Recompute
+from hexad.model.recompute_inventory import Recompute
 from hexad.model.transformer import build_stages, factored_mesh
 from hexad.optim.schedule import LossScaler, Rates, learning_rates
 from hexad.parallel.pipeline.executor import Executor, MessageBuffers

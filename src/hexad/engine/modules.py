@@ -242,6 +242,9 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         raise ConfigError(
             "memory.recompute", f"{value}; use none, and torch.utils.checkpoint in your modules"
         )
+    if config.memory.recompute_parts:
+        value = f"found {', '.join(config.memory.recompute_parts)}, which the configured model's layers have"
+        raise ConfigError("memory.recompute_parts", f"{value}; leave it out")
     if config.run.compile == "pointwise":
         value = "found pointwise, which is for the configured model's functions"
         raise ConfigError("run.compile", f"{value}; use none, and torch.compile in your modules")

@@ -75,9 +75,13 @@ class AttentionCore(nn.Module):
         """``q [tokens, heads, width]``, ``k`` and ``v [tokens, key/value heads, width]`` -> ``[tokens,
         heads * width]``, over the keys of all context ranks."""
         if where.slice is not None:
-            q, k, v = heads_for_tokens(q, k, v, self.ulysses)
+            q, k, v = self._exchanged(q, k, v)
             return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
         return self._attended(q, k, v, where)
+
+    def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Some heads of all tokens of the context ranks that exchange them."""
+        return heads_for_tokens(q, k, v, self.ulysses)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
         """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``, over the keys of the
@@ -122,7 +126,7 @@ class Attention(AttentionCore):
         self.q_norm: Norm | None = None
         self.k_norm: Norm | None = None
         if inventory.head_norms:
-            self.q_norm, self.k_norm = (Norm(norm, shard) for norm in inventory.head_norms)
+            self.q_norm, self.k_norm = (Norm(norm, shard, "rotated") for norm in inventory.head_norms)
 
     def forward(self, x: Tensor, where: Geometry) -> Tensor:
         """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
@@ -130,13 +134,13 @@ class Attention(AttentionCore):
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         widths = (heads + kv_heads) * self.width, kv_heads * self.width
         parts = self.qkv(x, first).split_with_sizes(widths, 1)
-        q, k = self._queries_and_keys(parts[0], where).split_with_sizes((heads, kv_heads), 1)
+        qk = recomputable("rotated", self._queries_and_keys, parts[0], where)
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
         v = parts[1].view(-1, kv_heads, self.width)
         if where.cache is not None:
             return self.out(where.cache.attend(self.layer, q, k, v, self.kernel), second)
         return self.out(self._core(q, k, v, where), second)
 
-    @recomputable
     def _queries_and_keys(self, qk: Tensor, where: Geometry) -> Tensor:
         """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qk``."""
         heads, kv_heads = self.heads, self.kv_heads

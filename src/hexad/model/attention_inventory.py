@@ -12,6 +12,7 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
+from .recompute_inventory import Parts
 
 _EACH = ("F", 2), ("B", 4)
 """Actions, and how many products of attention each has."""
@@ -282,7 +283,7 @@ class AttentionSpec(AttentionCoreSpec):
         seen = length if self.window is None else min(length, self.window)
         return 4 * (self.heads // tensor) * self.width * seen
 
-    def kept(self, run: Execution, selective: bool) -> int:
+    def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
         head's log-sum-exp; in exact arithmetic nothing of which the usual attention makes its backward pass,
         which computes that again."""
@@ -290,7 +291,12 @@ class AttentionSpec(AttentionCoreSpec):
         kept = q + 2 * k + self._output_kept(run)
         if not self._exactly(run):
             kept += self._core_kept(run)
-            if self._expanded(run) and self._computed and not selective and self.norm_eps is None:
+            if (
+                self._expanded(run)
+                and self._computed
+                and "rotated" not in recomputed
+                and self.norm_eps is None
+            ):
                 kept -= q + 2 * k  # nothing needs the projections' output
         if self.norm_eps is not None and not run.exact:
             kept += statistic * (self.heads + self.kv_heads_held)
@@ -299,23 +305,23 @@ class AttentionSpec(AttentionCoreSpec):
             # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
             kept += (0 if self._exactly(run) else q) + 2 * k * (self._repeated(run) - 1)
             return kept + (q + 2 * k if self.norm_eps is not None else 0)
-        return kept + (q + k if self._computed and not selective else 0)
+        return kept + (q + k if self._computed and "rotated" not in recomputed else 0)
 
-    def forward(self, run: Execution, selective: bool) -> int:
+    def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
+        return max(self.repeated(run, recomputed), self.out.exact(run)) if run.exact else 0
 
-    def repeated(self, run: Execution, selective: bool) -> int:
+    def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out; the output is not there yet."""
         q, k, _ = self._sizes(run)
         core = self._core_forward(run)
         rotated = q + k if self._computed else 0
         rotation = run.function((q + k) // run.byte) - q
-        if selective:
+        if "rotated" in recomputed:
             return max(self.qkv.exact(run) - q, rotated + max(rotation, core))
         return max(self.qkv.exact(run) - q - rotated, rotation, core)
 
-    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         q, k, statistic = self._sizes(run)
         gathered = run.gathered(self.layer.hidden)
@@ -326,7 +332,7 @@ class AttentionSpec(AttentionCoreSpec):
         moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
         # Recomputed queries and keys; the gradients of all three.
         operands = deferred and self.out.trained
-        live = q + (gathered if operands else 0) + (rotated if selective else 0)
+        live = q + (gathered if operands else 0) + (rotated if "rotated" in recomputed else 0)
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
         if run.context > 1 or self.dropout:
             core = live + self._core_backward(run)
@@ -340,7 +346,7 @@ class AttentionSpec(AttentionCoreSpec):
         joined = live + 2 * (q + 2 * k)
         if run.exact and self.norm_eps is not None:
             joined += q + statistic * self.heads
-        projection = self.qkv.backward(run, selective, split).above(live)
+        projection = self.qkv.backward(run, "norms" in recomputed, split).above(live)
         most = max(core, rotation, joined, projection.needed)
         return [*moments, projection._replace(needed=most)]
 

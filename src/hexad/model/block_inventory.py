@@ -4,14 +4,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from hexad.parallel.inventory import Execution, Kept, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
 from .norms_inventory import NormSpec
-
-Recomputed = Literal["none", "selective", "full"]
+from .recompute_inventory import NOTHING, Parts
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ class BranchSpec(ABC):
         """Names of the projections that can have adapters; those of one product together."""
         return tuple(tuple(linear.outputs) for linear in self.linears)
 
-    @property
-    def keeps_input(self) -> bool:
+    def keeps_input(self, recomputed: Parts) -> bool:
         """Whether the backward pass needs its input."""
         return self.linears[0].trained
 
@@ -117,23 +115,23 @@ class BranchSpec(ABC):
         return 0
 
     @abstractmethod
-    def kept(self, run: Execution, selective: bool) -> int:
-        """Bytes from forward to backward, its input left out."""
+    def kept(self, run: Execution, recomputed: Parts) -> int:
+        """Bytes from forward to backward, its input left out; ``recomputed``: parts that are not kept."""
 
     def operands(self, run: Execution) -> int:
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
         return sum(linear.deferred(run) for linear in self.linears)
 
-    def forward(self, run: Execution, selective: bool) -> int:
+    def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         return max((linear.exact(run) for linear in self.linears), default=0)
 
-    def repeated(self, run: Execution, selective: bool) -> int:
+    def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out: its result is not used."""
         return max((linear.exact(run) for linear in self.linears[:-1]), default=0)
 
     @abstractmethod
-    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
 
     def weight_moments(self, run: Execution) -> list[Moment]:
@@ -203,30 +201,29 @@ class BlockSpec:
         """FLOPs of a token's attention over ``length`` cached ones on a rank."""
         return sum(branch.cached_flops(length, tensor) for branch in self.parts)
 
-    def kept(self, run: Execution, recompute: Recomputed) -> Kept:
+    def kept(self, run: Execution, recomputed: Parts) -> Kept:
         """Bytes from forward to backward, the layer's input left out and its output counted."""
         stream = run.stream(self.hidden)
-        if recompute == "full":
+        if "layer" in recomputed:
             return Counter(residual=stream)
-        kept, selective = Counter(residual=len(self.branches) * stream, norm=0), recompute == "selective"
+        kept = Counter(residual=len(self.branches) * stream, norm=0)
         for norm, branch in self.branches:
-            kept["norm"] += norm.statistics(run, run.rows) + self._normed(run, branch, selective)
-            kept[branch.kind] += branch.kept(run, selective)
+            kept["norm"] += norm.statistics(run, run.rows) + self._normed(run, branch, recomputed)
+            kept[branch.kind] += branch.kept(run, recomputed)
         return kept
 
-    def forward(self, run: Execution, recompute: Recomputed) -> int:
+    def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept. In full recompute the backward pass, which
         repeats it, needs more."""
-        selective = recompute == "selective"
-        return self._most(run, selective, [branch.forward(run, selective) for branch in self.parts])
+        return self._most(run, recomputed, [branch.forward(run, recomputed) for branch in self.parts])
 
-    def _most(self, run: Execution, selective: bool, needed: list[int]) -> int:
+    def _most(self, run: Execution, recomputed: Parts, needed: list[int]) -> int:
         """Bytes above what the layer keeps, given those of each branch above what it keeps itself."""
         stream, later, most = run.stream(self.hidden), 0, []
         for (_, branch), own in zip(reversed(self.branches), reversed(needed)):
-            normed = self._normed(run, branch, selective)
+            normed = self._normed(run, branch, recomputed)
             most.append(own - later + (stream - normed if run.exact else 0))  # its input, if it is not kept
-            later += branch.kept(run, selective) + normed + stream
+            later += branch.kept(run, recomputed) + normed + stream
         return max(most)
 
     def forward_alone(self, run: Execution) -> int:
@@ -234,13 +231,13 @@ class BlockSpec:
         its input, as it is and normalised; from the second branch on also the sums before."""
         stream = run.stream(self.hidden)
         return max(
-            2 * (number + 1) * stream + branch.kept(run, False) + branch.forward(run, False)
+            2 * (number + 1) * stream + branch.kept(run, NOTHING) + branch.forward(run, NOTHING)
             for number, branch in enumerate(self.parts)
         )
 
-    def _normed(self, run: Execution, branch: BranchSpec, selective: bool) -> int:
+    def _normed(self, run: Execution, branch: BranchSpec, recomputed: Parts) -> int:
         """Bytes kept of a norm's output, the input of ``branch``."""
-        return run.stream(self.hidden) if branch.keeps_input and not selective else 0
+        return run.stream(self.hidden) if branch.keeps_input(recomputed) and "norms" not in recomputed else 0
 
     def operands(self, run: Execution) -> Kept:
         """Bytes held from ``B`` to ``W``: inputs and output gradients of products with trained weights."""
@@ -249,26 +246,25 @@ class BlockSpec:
             total[branch.kind] += branch.operands(run)
         return total
 
-    def backward(self, run: Execution, recompute: Recomputed, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass, beside the gradient of the layer's output; with ``split`` operands of
         weight gradients stay, for ``W``."""
-        selective = recompute == "selective"
         stream, again = run.stream(self.hidden), 0
-        if recompute == "full":
-            again = self.kept(run, "none").total() - stream
+        if "layer" in recomputed:
+            again = self.kept(run, NOTHING).total() - stream
         # After recomputation: the last product's place, and its sum with the stream.
         moments = [Moment(again + 2 * stream, again)] if again else []
         if again and run.exact:
-            branches = [branch.forward(run, False) for branch in self.parts]
-            branches[-1] = self.parts[-1].repeated(run, False)
-            moments.append(Moment(again + self._most(run, False, branches), again))
+            branches = [branch.forward(run, NOTHING) for branch in self.parts]
+            branches[-1] = self.parts[-1].repeated(run, NOTHING)
+            moments.append(Moment(again + self._most(run, NOTHING, branches), again))
         live = again
         for norm, branch in reversed(self.branches):
-            moments += [moment.above(live) for moment in branch.backward(run, selective, split)]
-            live += (branch.operands(run) if split else 0) - branch.kept(run, selective)
+            moments += [moment.above(live) for moment in branch.backward(run, recomputed, split)]
+            live += (branch.operands(run) if split else 0) - branch.kept(run, recomputed)
             moments.append(Moment(live + norm.backward(run), live))
             # The norm's input is given up, and what the norm returned.
-            live -= stream + norm.statistics(run, run.rows) + self._normed(run, branch, selective)
+            live -= stream + norm.statistics(run, run.rows) + self._normed(run, branch, recomputed)
         return moments
 
     def weight_moments(self, run: Execution) -> list[Moment]:

@@ -19,7 +19,6 @@ from hexad.parallel import exact
 from hexad.parallel.contributions import applied
 
 from . import ops
-from .recompute import recomputable
 
 
 class _Replaced(torch.autograd.Function):
@@ -65,7 +64,6 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return exact.by_rows(normalised, x)
 
 
-@recomputable
 def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.rms_norm`."""
     return replaced(_rms, ops.rms_norm, x, weight, eps)
@@ -81,7 +79,6 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return exact.by_rows(normalised, x)
 
 
-@recomputable
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """As :func:`hexad.model.ops.layer_norm`."""
     return replaced(_layer, ops.layer_norm, x, weight, bias, eps)
@@ -95,7 +92,6 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return (gate * exact.sigmoid(gate) * up).to(gate_up.dtype)
 
 
-@recomputable
 def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.swiglu`."""
     return replaced(partial(exact.by_rows, _swiglu), ops.swiglu, gate_up)
@@ -108,7 +104,6 @@ def _gelu(x: Tensor) -> Tensor:
     return (wide * exact.sigmoid(inner)).to(x.dtype)
 
 
-@recomputable
 def gelu(x: Tensor) -> Tensor:
     """As :func:`hexad.model.ops.gelu`."""
     return replaced(partial(exact.by_rows, _gelu), ops.gelu, x)
@@ -119,7 +114,6 @@ def _weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
     return (gate * exact.sigmoid(gate) * up * weights[:, None]).to(gate_up.dtype)
 
 
-@recomputable
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
     """SwiGLU of rows, each times its weight, in exact arithmetic."""
     return replaced(partial(exact.by_rows, _weighted_swiglu), ops.weighted_swiglu, gate_up, weights)
@@ -129,7 +123,6 @@ def _weighted_gelu(x: Tensor, weights: Tensor) -> Tensor:
     return (_gelu(x.float()) * weights[:, None]).to(x.dtype)
 
 
-@recomputable
 def weighted_gelu(x: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
     """GELU of rows, each times its weight, in exact arithmetic."""
     return replaced(partial(exact.by_rows, _weighted_gelu), ops.weighted_gelu, x, weights)

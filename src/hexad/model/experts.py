@@ -15,6 +15,7 @@ from . import exact_ops, ops
 from .experts_inventory import ExpertsSpec, GateSpec
 from .feedforward import FeedForward
 from .positions import Geometry
+from .recompute import recomputable
 from .router import Router, Routing, Rows, logits
 
 
@@ -63,7 +64,7 @@ class Experts(ShardedModule):
         functions = exact_ops if exactly else ops
         activation = functions.weighted_swiglu if self.gated else functions.weighted_gelu
         inner = self._product("gate_up", rows, route.offsets)
-        activated = activation(inner, of_rows, self.shard.compiled)
+        activated = recomputable("moe_act", activation, inner, of_rows, self.shard.compiled)
         return combine(self._product("down", activated, route.offsets, unused), route, x, unused)
 
     def _product(self, part: str, x: Tensor, offsets: Tensor, unused: bool = False) -> Tensor:

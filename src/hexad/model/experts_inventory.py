@@ -12,6 +12,7 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
+from .recompute_inventory import Parts
 
 
 @dataclass(frozen=True)
@@ -239,8 +240,7 @@ class ExpertsSpec(BranchSpec):
         """The shared experts' linear layers."""
         return self.shared.linears if self.shared is not None else ()
 
-    @property
-    def keeps_input(self) -> bool:
+    def keeps_input(self, recomputed: Parts) -> bool:
         """Whether the backward pass needs its input: the router does."""
         return True
 
@@ -294,14 +294,14 @@ class ExpertsSpec(BranchSpec):
         scores = tokens * self.settings.experts * run.wide
         return scores + pairs * (3 * run.wide + 4 * 8) + self.rows(run) * run.wide
 
-    def kept(self, run: Execution, selective: bool) -> int:
+    def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out."""
         (outputs, inner), rows = self._widths(run), self.rows(run)
         first, second = self.stacks
         features = outputs + (self.layer.hidden if first.trained else 0) + first.rank + second.rank
-        features += 0 if selective or not second.trained else inner
+        features += 0 if "moe_act" in recomputed or not second.trained else inner
         kept = rows * features * run.byte + self._divided(run) + self._routed(run)
-        return kept + (self.shared.kept(run, selective) if self.shared is not None else 0)
+        return kept + (self.shared.kept(run, recomputed) if self.shared is not None else 0)
 
     def operands(self, run: Execution) -> int:
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
@@ -315,10 +315,10 @@ class ExpertsSpec(BranchSpec):
             operands += run.stream(hidden)  # the router's input
         return operands + (self.shared.operands(run) if self.shared is not None else 0)
 
-    def forward(self, run: Execution, selective: bool) -> int:
+    def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept."""
         rows, hidden = self.rows(run), self.layer.hidden
-        shared = self.shared.forward(run, selective) if self.shared is not None else 0
+        shared = self.shared.forward(run, recomputed) if self.shared is not None else 0
         most = max(hidden, self._widths(run)[0]) if self._adapted else hidden
         return max(2 * rows * most * run.byte, shared)
 
@@ -326,23 +326,23 @@ class ExpertsSpec(BranchSpec):
     def _adapted(self) -> bool:
         return any(stack.rank for stack in self.stacks)
 
-    def repeated(self, run: Execution, selective: bool) -> int:
+    def repeated(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed where the forward pass is repeated without the last products, above what is kept."""
-        return self.forward(run, selective)
+        return self.forward(run, recomputed)
 
-    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         (outputs, inner), rows, hidden = self._widths(run), self.rows(run), self.layer.hidden
         moments, live = [], 0
         if self.shared is not None:
-            moments = self.shared.backward(run, selective, split)
-            live = (self.shared.operands(run) if split else 0) - self.shared.kept(run, selective)
+            moments = self.shared.backward(run, recomputed, split)
+            live = (self.shared.operands(run) if split else 0) - self.shared.kept(run, recomputed)
         sent, activated = rows * hidden * run.byte, rows * inner * run.byte
         first, second = self.stacks
-        recomputed = activated if selective and second.trained else 0
-        down = live + sent + recomputed + activated
+        again = activated if "moe_act" in recomputed and second.trained else 0
+        down = live + sent + again + activated
         moments.append(Moment(down + sent, down, second.parameters))
-        live += activated - (0 if selective else activated) + (sent + activated if split else 0)
+        live += activated - (0 if "moe_act" in recomputed else activated) + (sent + activated if split else 0)
         gradient = live + rows * outputs * run.byte * 2
         live += rows * outputs * run.byte - activated
         moments.append(Moment(max(gradient, live + 2 * sent), live + sent, first.parameters))

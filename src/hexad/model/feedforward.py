@@ -9,6 +9,7 @@ from . import exact_ops, ops
 from .dropout import Site, adapter_dropper
 from .feedforward_inventory import FeedForwardSpec
 from .positions import Geometry
+from .recompute import recomputable
 
 
 class FeedForward(nn.Module):
@@ -34,5 +35,8 @@ class FeedForward(nn.Module):
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry."""
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         inner, functions = self.inner(x, first), exact_ops if self.exact else ops
-        activated = functions.swiglu(inner, self.compiled) if self.gated else functions.gelu(inner)
+        if self.gated:
+            activated = recomputable("activations", functions.swiglu, inner, self.compiled)
+        else:
+            activated = recomputable("activations", functions.gelu, inner)
         return self.down(activated, second)

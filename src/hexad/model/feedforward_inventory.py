@@ -7,6 +7,7 @@ from hexad.parallel.inventory import Execution, Moment
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
+from .recompute_inventory import Parts
 
 
 @dataclass(frozen=True)
@@ -51,48 +52,50 @@ class FeedForwardSpec(BranchSpec):
         """The linear layers in the order of the forward pass."""
         return self.inner, self.down
 
-    def kept(self, run: Execution, selective: bool) -> int:
+    def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out: the inner projection's output; the activated one unless recomputed."""
         activated = run.whole(self.width // run.tensor)
-        kept = activated * ((2 if self.gated else 1) + (0 if selective or not self.down.trained else 1))
+        kept = activated * (
+            (2 if self.gated else 1) + (0 if "activations" in recomputed or not self.down.trained else 1)
+        )
         return kept + sum(linear.kept(run) for linear in self.linears)
 
-    def forward(self, run: Execution, selective: bool) -> int:
+    def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept. In 8 bits the last product has copies of its
         operand and of its weight, which has passed through a scaled copy in 16."""
         activated = run.whole(self.width // run.tensor)
         weight = self.layer.hidden * self.width // run.tensor
         copies = activated // 2 + (2 if run.rounded_once else 3) * weight if run.fp8 else 0
         if run.exact:
-            alive = activated if selective or not self.down.trained else 0
-            return max(self.repeated(run, selective), alive + self.down.exact(run))
+            alive = activated if "activations" in recomputed or not self.down.trained else 0
+            return max(self.repeated(run, recomputed), alive + self.down.exact(run))
         return run.gathered(self.layer.hidden) + max(activated, copies) + self.down.dropping(run)
 
     def activation(self, run: Execution) -> int:
         """Bytes that exact arithmetic needs for the activated values."""
         return run.function(run.tokens * self.width // run.tensor)
 
-    def repeated(self, run: Execution, selective: bool) -> int:
+    def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out."""
         activated = run.whole(self.width // run.tensor)
-        if selective or not self.down.trained:
+        if "activations" in recomputed or not self.down.trained:
             return max(self.inner.exact(run), activated + self.activation(run))
         return max(self.inner.exact(run) - activated, self.activation(run))
 
-    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         activated, gathered = run.whole(self.width // run.tensor), run.gathered(self.layer.hidden)
-        recomputed = activated if selective and self.down.trained else 0
-        making = self.activation(run) if recomputed else 0
+        again = activated if "activations" in recomputed and self.down.trained else 0
+        making = self.activation(run) if again else 0
         deferred = split and not self.down.set_aside(run, split)
         product = max(0 if deferred else self.down.weight_product(run), self.down.dropping(run))
-        down = gathered + recomputed + max(self.down.eight_bits(run), activated + product, making)
+        down = gathered + again + max(self.down.eight_bits(run), activated + product, making)
         # The gradient of the activated values takes the place of the values, if these were kept.
-        live = activated if selective or not self.down.trained else 0
+        live = activated if "activations" in recomputed or not self.down.trained else 0
         live += activated + gathered if deferred and self.down.trained else 0
         activation = live + activated * ((3 if self.gated else 1) + (1 if run.exact else 0))
-        inner = self.inner.backward(run, selective, split).above(live - activated)
+        inner = self.inner.backward(run, "norms" in recomputed, split).above(live - activated)
         return [
-            Moment(down, gathered + recomputed + activated, self.down.matrices, self.down.aside(run, split)),
+            Moment(down, gathered + again + activated, self.down.matrices, self.down.aside(run, split)),
             inner._replace(needed=max(activation, inner.needed)),
         ]

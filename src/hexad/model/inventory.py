@@ -16,12 +16,13 @@ from hexad.parallel.inventory import Execution, Kept, Parameter, Product, Weight
 from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSpec, HeadSpec
 
 from .attention_inventory import AttentionCoreSpec, AttentionSpec
-from .block_inventory import BlockSpec, BranchSpec, LayerTraits, Recomputed
+from .block_inventory import BlockSpec, BranchSpec, LayerTraits
 from .experts_inventory import ExpertsSpec
 from .families import family
 from .feedforward_inventory import FeedForwardSpec
 from .latent_attention_inventory import LatentAttentionSpec
 from .norms_inventory import NormSpec
+from .recompute_inventory import Parts, Recompute
 from .trained import Trained
 
 
@@ -141,9 +142,9 @@ class StageSpec:
         """Whether any of its parameters is trained."""
         return any(not parameter.frozen for parameter in self.parameters)
 
-    def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[BlockSpec, Recomputed]]:
-        """Its layers, and what each recomputes: the first ``count`` do."""
-        return [(block, recompute if index < count else "none") for index, block in enumerate(self.blocks)]
+    def recomputing(self, recompute: Recompute) -> list[tuple[BlockSpec, Parts]]:
+        """Its layers, and what each recomputes."""
+        return [(block, recompute.of(position)) for position, block in enumerate(self.blocks)]
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -155,15 +156,15 @@ class StageSpec:
         for part in (self.embedding, self.positions, *blocks, self.norm, self.head):
             yield from part.parameters if part is not None else ()
 
-    def kept(self, run: Execution, recompute: Recomputed, count: int) -> Kept:
-        """All bytes from ``F`` to ``B``; the first ``count`` layers recompute."""
+    def kept(self, run: Execution, recompute: Recompute) -> Kept:
+        """All bytes from ``F`` to ``B``."""
         model = self.model.settings
         stream, total = run.stream(model.hidden), Counter[str]()
         if not (self.trains or self.after_trained):
             return total
-        reached = self.recomputing(recompute, count)[self.unreached :]
-        for (block, kind), number in Counter(reached).items():
-            for name, size in block.kept(run, kind).items():
+        reached = self.recomputing(recompute)[self.unreached :]
+        for (block, parts), number in Counter(reached).items():
+            for name, size in block.kept(run, parts).items():
                 total[name] += number * size
         total["residual" if self.first else "boundary"] += stream
         if self.embedding is not None:

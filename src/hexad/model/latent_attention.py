@@ -14,13 +14,16 @@ from .dropout import Site, adapter_dropper
 from .latent_attention_inventory import LatentAttentionSpec
 from .norms import Norm
 from .positions import Geometry
+from .recompute import recomputable
 
 
 class LatentAttention(AttentionCore):
     """Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1).
 
     In sequence parallel, latent vectors are made and normalised of this rank's tokens, and gathered by the
-    layers that make heads of them: they are narrower than the residual stream.
+    layers that make heads of them: they are narrower than the residual stream. Where queries, keys and values
+    are recomputed (``mla_up``), these layers gather again, on all ranks in the same order, rather than that
+    the vectors of all tokens are kept; the part of the keys that all heads share is kept as it was gathered.
     """
 
     q: ColumnParallelLinear
@@ -40,7 +43,7 @@ class LatentAttention(AttentionCore):
         self.kv_up = ColumnParallelLinear(inventory.kv_up, shard)
         self.out = RowParallelLinear(inventory.out, shard)
         for norm in inventory.norms:
-            self.add_module(norm.name.rpartition(".")[2], Norm(norm, shard))
+            self.add_module(norm.name.rpartition(".")[2], Norm(norm, shard, "latent_norms"))
         lora = inventory.layer.lora
         sites = Site.ADAPTED_QKV, Site.ADAPTED_Q, Site.ADAPTED_KV
         self.droppers = (
@@ -53,21 +56,33 @@ class LatentAttention(AttentionCore):
         down, queries, kv_up, out = self.droppers
         latents = self.down(x, down.at(self._own(where.adapted)))
         *of_queries, latent, key = latents.split_with_sizes(self._latent_widths, 1)
-        if of_queries:
-            q = self.q_up(self.q_down_norm(of_queries[0]), queries.at(where.adapted))
-        else:
-            q = self.q(x, queries.at(where.adapted))
-        q = self._rotated(q.unflatten(1, (self.heads, -1)), where)
-        latent = self.kv_down_norm(latent)
-        key = self._rotated(self._for_all_heads(key).unsqueeze(1), where)
+        of_queries = self.q_down_norm(*of_queries) if of_queries else x
+        latent, key = self.kv_down_norm(latent), self._for_all_heads(key).unsqueeze(1)
         if where.cache is not None:
-            kept = torch.cat((latent, key.squeeze(1)), dim=1)
+            q = self._queries(of_queries, where, queries.at(where.adapted))
+            kept = torch.cat((latent, self._rotated(key, where).squeeze(1)), dim=1)
             attended = where.cache.attend_latent(self.layer, q, kept, self, self.kernel)
             return self.out(attended, out.at(where.adapted))
-        k, v = self._keys_and_values(latent, key, kv_up.at(where.adapted))
-        q = self.padded(q)
+        q = recomputable("mla_up", self._padded_queries, of_queries, where, queries.at(where.adapted))
+        k, v = recomputable("mla_up", self._rotated_pairs, latent, key, where, kv_up.at(where.adapted))
         attended = self._core(q, k, v, where)
         return self.out(self.joined(attended.unflatten(1, (self.heads, -1))), out.at(where.adapted))
+
+    def _queries(self, x: Tensor, where: Geometry, drop: Drop | None) -> Tensor:
+        """Rotated queries ``[tokens, heads, head_dim]``, given normalised latent vectors, or the layer's
+        input where queries have none, ``[tokens (/ size in sequence parallel), width]``."""
+        project = self.q if self.mla.q_rank is None else self.q_up
+        return self._rotated(project(x, drop).unflatten(1, (self.heads, -1)), where)
+
+    def _padded_queries(self, x: Tensor, where: Geometry, drop: Drop | None) -> Tensor:
+        """As :meth:`_queries`, as wide as attention computes them."""
+        return self.padded(self._queries(x, where, drop))
+
+    def _rotated_pairs(
+        self, latent: Tensor, key: Tensor, where: Geometry, drop: Drop | None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`_keys_and_values`, of a ``key`` that is not rotated yet."""
+        return self._keys_and_values(latent, self._rotated(key, where), drop)
 
     def _keys_and_values(
         self, latent: Tensor, key: Tensor, drop: Drop | None = None
@@ -75,8 +90,14 @@ class LatentAttention(AttentionCore):
         """Keys and values ``[tokens, heads, padded width]``, given normalised latent vectors ``[tokens (/
         size in sequence parallel), kv_rank]`` and the rotated part ``[tokens, 1, rope_dim]``."""
         kv = self.kv_up(latent, drop).unflatten(1, (self.heads, -1))
-        k, v = ops.keys_and_values(kv, key, self.widths).split(self.heads, 1)
+        k, v = recomputable("pairs", ops.keys_and_values, kv, key, self.widths).split(self.heads, 1)
         return k, v
+
+    def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As in any attention; what is received is recomputed with what is sent."""
+        if self.ulysses.size == 1:
+            return q, k, v
+        return recomputable("mla_up", super()._exchanged, q, k, v)
 
     @property
     def _latent_widths(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 from .attention_inventory import AttentionCoreSpec
 from .block_inventory import LayerTraits
 from .norms_inventory import NormSpec
+from .recompute_inventory import Parts
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, as published; ``model.norm_eps`` is that of the others."""
@@ -110,10 +111,10 @@ class LatentAttentionSpec(AttentionCoreSpec):
         norms = (parameter for norm in self.norms for parameter in norm.parameters)
         return (*super().parameters, *norms)
 
-    @property
-    def keeps_input(self) -> bool:
+    def keeps_input(self, recomputed: Parts) -> bool:
         """Whether the backward pass needs its input."""
-        return self.down.trained or (self.mla.q_rank is None and self.queries.trained)
+        direct = self.mla.q_rank is None and (self.queries.trained or "mla_up" in recomputed)
+        return self.down.trained or direct
 
     def products(self, run: Execution) -> list[Product]:
         """The projections', and those of the attention itself, without what fills up heads."""
@@ -130,37 +131,43 @@ class LatentAttentionSpec(AttentionCoreSpec):
         seen = length if self.window is None else min(length, self.window)
         return 2 * (self.heads // tensor) * (self.latent + self.mla.kv_rank) * seen
 
-    def kept(self, run: Execution, selective: bool) -> int:
+    def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out: latent vectors before and after their norms, rotated queries, keys and
         values, the output, and each head's log-sum-exp; in exact arithmetic nothing of which the usual
         attention makes its backward pass."""
         latents = run.replicated.whole(sum(self.down.outputs.values()))
         kept = latents + sum(norm.statistics(run, run.rows) for norm in self.norms)
         kept += sum(linear.kept(run) for linear in self.linears)
-        return kept + sum(self._normed(run, selective)) + self._attention_kept(run, selective)
+        if "latent_norms" not in recomputed:
+            kept += sum(self._normed(run, recomputed))
+        return kept + self._attention_kept(run, recomputed)
 
-    def _normed(self, run: Execution, selective: bool) -> tuple[int, int]:
-        """Bytes kept of the normalised latent vectors, of queries and of keys and values."""
-        queries = self.mla.q_rank or 0
+    def _normed(self, run: Execution, recomputed: Parts) -> tuple[int, int]:
+        """Bytes of the normalised latent vectors that the backward pass needs, of queries and of keys and
+        values."""
+        again, queries = "mla_up" in recomputed, self.mla.q_rank or 0
         return (
-            run.stream(queries) if self.queries.trained and not selective else 0,
-            run.stream(self.mla.kv_rank) if self.kv_up.trained and not selective else 0,
+            run.stream(queries) if self.queries.trained or again else 0,
+            run.stream(self.mla.kv_rank) if self.kv_up.trained or again else 0,
         )
 
-    def _attention_kept(self, run: Execution, selective: bool) -> int:
+    def _attention_kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes that attention keeps, its output in both widths included."""
         q = self._sizes(run)[0]
-        kept = q + self._pairs_kept(run, selective) + self._values_kept(run)
+        kept = self._heads_kept(run, recomputed) + self._values_kept(run)
         if self._exactly(run):
             return kept
         kept += self._core_kept(run)
         return kept + (q if self._cut or run.ulysses > 1 else 0)  # its own output, of all tokens
 
-    def _pairs_kept(self, run: Execution, selective: bool) -> int:
-        """Bytes kept of keys and values, or of what they are made of again."""
-        if selective and run.ulysses == 1:
-            return self._heads(run, self.mla.nope_dim + self.mla.value_dim) + run.whole(self.mla.rope_dim)
-        return 2 * self._sizes(run)[1]
+    def _heads_kept(self, run: Execution, recomputed: Parts) -> int:
+        """Bytes kept of queries, keys and values, or of what they are recomputed from."""
+        q, k, _ = self._sizes(run)
+        if "mla_up" in recomputed:  # beside latent vectors the keys' part without heads, if it is gathered
+            return run.gathered(self.mla.rope_dim)
+        if "pairs" in recomputed and run.ulysses == 1:
+            return q + self._heads(run, self.mla.nope_dim + self.mla.value_dim) + run.whole(self.mla.rope_dim)
+        return q + 2 * k
 
     def _values_kept(self, run: Execution) -> int:
         """Bytes of the output that is kept for the projection after it, or by attention."""
@@ -177,23 +184,38 @@ class LatentAttentionSpec(AttentionCoreSpec):
         """Bytes of this rank's heads of so many elements."""
         return run.whole(self.heads // run.tensor * width)
 
-    def forward(self, run: Execution, selective: bool) -> int:
+    def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max(self.repeated(run, selective), self.out.exact(run)) if run.exact else 0
+        if run.exact:
+            return max(self.repeated(run, recomputed), self.out.exact(run))
+        if "mla_up" not in recomputed:
+            return 0
+        return self._heads_alive(run, recomputed)
 
-    def repeated(self, run: Execution, selective: bool) -> int:
+    def _heads_alive(self, run: Execution, recomputed: Parts) -> int:
+        """Bytes of queries, keys and values that exist while attention runs, but are not kept."""
+        q, k, _ = self._sizes(run)
+        sent = q + 2 * k if run.ulysses > 1 and "mla_up" in recomputed else 0  # and as received
+        return q + 2 * k + sent - self._heads_kept(run, recomputed)
+
+    def repeated(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed where the forward pass is repeated without the last product, above what is kept; the
         output is not there yet."""
         q, k, _ = self._sizes(run)
         uncut = q if self._cut else 0
-        core = self._core_forward(run) + (2 * k - self._pairs_kept(run, selective)) + uncut
+        core = self._core_forward(run) + self._heads_alive(run, recomputed) + uncut
         core -= self._values_kept(run) if self._cut else 0
-        later = self._values_kept(run) + (0 if selective else 2 * k)
+        later = self._values_kept(run) + (0 if {"pairs", "mla_up"} & recomputed else 2 * k)
         heads = self._heads(run, self.mla.nope_dim + self.mla.value_dim)
-        products = self.down.exact(run) - q, self.queries.exact(run), self.kv_up.exact(run) + heads
+        projected = 0 if "mla_up" in recomputed else q
+        products = (
+            self.down.exact(run) - projected,
+            self.queries.exact(run) + q - projected,
+            self.kv_up.exact(run) + heads + q - projected,
+        )
         return max(core, *(product - later for product in products))
 
-    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         q, k, _ = self._sizes(run)
         gathered, values = run.gathered(self.layer.hidden), self._heads(run, self.mla.value_dim)
@@ -206,42 +228,63 @@ class LatentAttentionSpec(AttentionCoreSpec):
         uncut = live + values + (q if self._cut else 0)
         given_up = 0 if operands else self._values_kept(run)  # by the projection after it
         live -= given_up if self._cut else 0
-        recomputed = 2 * k if selective and run.ulysses == 1 else 0
-        core = live + q + recomputed + self._gradients(run)
+        again, held = self._again(run, recomputed)
+        live += held
+        core = live + q + again + self._gradients(run)
         if self._exactly(run):  # computed again, when the projection after it has given up the output
             core += self._core_kept(run) + q
-        live -= self._attention_kept(run, selective) - self._values_kept(run)
+        if self.out.aside(run, split):  # its operands are there already: attention's output, the gradient
+            core -= (0 if self._cut else given_up) + (0 if run.sequence else run.stream(self.layer.hidden))
+        live -= self._attention_kept(run, recomputed) - self._values_kept(run)
         live -= 0 if self._cut else given_up
         heads, queries = (
             self._heads(run, n) for n in (self.mla.nope_dim + self.mla.value_dim, self.mla.head_dim)
         )
         joined = live + q + 2 * k + max(2 * k, heads)
         if run.ulysses > 1:  # gradients as they are sent, as they arrive, and by head
-            sent = live + 3 * (q + 2 * k) + (2 * k + (queries if queries < q else 0) if selective else 0)
+            sent = live + 3 * (q + 2 * k) + (2 * k + (queries if queries < q else 0) if recomputed else 0)
             joined = max(joined, sent)
         moments[0] = moments[0]._replace(needed=max(out, uncut))
         live += heads + queries + run.whole(self.mla.rope_dim)
         first = True
-        for linear, output, kept, norm in self._before(run, selective, heads, queries):
-            projection = linear.backward(run, selective, split).above(live)
+        for linear, output, kept, norm in self._before(run, recomputed, heads, queries):
+            made_by = "norms" if norm is None else "latent_norms"
+            missing = made_by in recomputed and "mla_up" not in recomputed
+            projection = linear.backward(run, missing, split).above(live)
             if first:
                 projection = projection._replace(needed=max(core, joined, projection.needed))
             first = False
             moments.append(projection)
-            held = split and linear.trained
-            live += run.stream(linear.inputs) - (0 if held else output + kept)
+            deferred = split and linear.trained
+            live += run.stream(linear.inputs) - (0 if deferred else output + kept)
             if norm is not None:
                 moments.append(Moment(live + norm.backward(run), live))
         latents = run.replicated.whole(sum(self.down.outputs.values()))
-        moments.append(self.down.backward(run, selective, split).above(live + latents))
+        missing = "norms" in recomputed and not self._input_held(recomputed)
+        moments.append(self.down.backward(run, missing, split).above(live + latents))
         return moments
 
+    def _again(self, run: Execution, recomputed: Parts) -> tuple[int, int]:
+        """Bytes of queries, keys and values that attention's backward pass recomputes, and of what these are
+        recomputed from that is not kept either, and held for the backward pass of their projections."""
+        q, k, _ = self._sizes(run)
+        if "mla_up" not in recomputed:
+            return 2 * k if "pairs" in recomputed and run.ulysses == 1 else 0, 0
+        held = sum(self._normed(run, recomputed)) if "latent_norms" in recomputed else 0
+        return q + 2 * k, held + (run.stream(self.layer.hidden) if self._input_held(recomputed) else 0)
+
+    def _input_held(self, recomputed: Parts) -> bool:
+        """Whether its input is recomputed with the queries."""
+        return {"mla_up", "norms"} <= recomputed and self.mla.q_rank is None
+
     def _before(
-        self, run: Execution, selective: bool, heads: int, queries: int
+        self, run: Execution, recomputed: Parts, heads: int, queries: int
     ) -> list[tuple[LinearSpec, int, int, NormSpec | None]]:
         """The layers that make heads, in the order of the backward pass: each with the bytes of its output's
         gradient and of its input that is kept, and the norm before it."""
-        of_queries, of_pairs = self._normed(run, selective)
+        of_queries, of_pairs = self._normed(run, recomputed)
+        if "latent_norms" in recomputed and "mla_up" not in recomputed:
+            of_queries = of_pairs = 0  # not there before
         norm = self.norms[0] if self.mla.q_rank is not None else None
         return [
             (self.kv_up, heads, of_pairs, self.norms[-1]),

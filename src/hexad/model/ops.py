@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from hexad.parallel.contributions import Dense, applied, contributed
 from hexad.parallel.pointwise import maybe_compiled, widened
 
-from .recompute import recomputable
-
 
 def by_hand(x: Tensor, compiled: bool) -> bool:
     """Whether the hand-written halves serve."""
@@ -68,7 +66,6 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, contributed(ctx.weight, Dense(grad_weight)), None, None
 
 
-@recomputable
 def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """RMSNorm of ``x [..., width]`` (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
     if by_hand(x, compiled):
@@ -93,7 +90,6 @@ def layer_backward(
     )
 
 
-@recomputable
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm of ``x [..., width]`` (Ba et al., arXiv 1607.06450), one kernel on every device."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
@@ -134,7 +130,6 @@ class _SwiGlu(torch.autograd.Function):
         return maybe_compiled(_swiglu_backward, ctx.compiled)(gradient, gate_up), None
 
 
-@recomputable
 def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     """``silu(gate) * up`` of ``[tokens, 2 * width]`` = ``[gate | up]`` (Shazeer, arXiv 2002.05202)."""
     if not torch.compiler.is_compiling():  # autograd would keep silu(gate)
@@ -165,20 +160,17 @@ class _WeightedSwiGlu(torch.autograd.Function):
         return *maybe_compiled(_weighted_backward, ctx.compiled)(gradient, *ctx.saved_tensors), None
 
 
-@recomputable
 def weighted_swiglu(gate_up: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
     """:func:`swiglu` of ``[rows, 2 * width]``, each row times its weight ``[rows]``, which may be wider:
     what an expert multiplies next is weighted, so that its output is not kept."""
     return applied(_WeightedSwiGlu, gate_up, weights, compiled)
 
 
-@recomputable
 def weighted_gelu(x: Tensor, weights: Tensor, compiled: bool = False) -> Tensor:
     """:func:`gelu` of ``[rows, width]``, each row times its weight ``[rows]``."""
     return (F.gelu(x, approximate="tanh") * weights[:, None]).to(x.dtype)
 
 
-@recomputable
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), one kernel on every device."""
     return F.gelu(x, approximate="tanh")
@@ -319,7 +311,6 @@ class _KeysAndValues(torch.autograd.Function):
         return *_disassemble(gradient, ctx.widths), None
 
 
-@recomputable
 def keys_and_values(kv: Tensor, key: Tensor, widths: Widths) -> Tensor:
     """The keys of all heads, then their values: ``[tokens, 2 * heads, padded width]``.
 

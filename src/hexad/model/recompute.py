@@ -1,7 +1,8 @@
 """Activations that are recomputed in the backward pass instead of kept.
 
-A layer is wrapped from outside (:meth:`Recompute.wrap`); its code does not know. Selective recompute concerns
-functions that are cheap, marked with :func:`recomputable`; full recompute repeats the layer's forward pass.
+A layer is wrapped from outside (:func:`recomputing`). Its code marks by :func:`recomputable` what makes each
+part of it, see :data:`~hexad.model.recompute_inventory.Part`; the layer itself does not know which parts are
+recomputed. Full recompute repeats the layer's forward pass.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import wraps
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hexad.config.schema import MemorySettings
+from .recompute_inventory import Part, Parts
 
-from .block_inventory import Recomputed
-
-Function = TypeVar("Function", bound=Callable[..., Tensor])
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
+"""A tensor, or several that are views of the same memory."""
 
 
 class Last(Protocol):
@@ -32,33 +30,13 @@ class Last(Protocol):
     unused: bool
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """What the layers of a stage recompute (Korthikanti et al., arXiv 2205.05198, section 5).
-
-    Attributes:
-        kind: ``full``: everything but the layer's input (Chen et al., arXiv 1604.06174). ``selective``: what
-            costs neither a matrix product nor communication: normalised and activated values, rotated
-            queries and keys.
-        layers: how many layers of the stage, from its first on; None for all.
-    """
-
-    kind: Recomputed = "none"
-    layers: int | None = None
-
-    @classmethod
-    def from_settings(cls, settings: MemorySettings) -> Recompute:
-        """As ``memory.recompute`` and ``memory.recompute_layers`` say."""
-        layers = settings.recompute_layers
-        return cls(settings.recompute, None if layers == "all" else layers)
-
-    def wrap(self, position: int, layer: nn.Module, last: Last) -> nn.Module:
-        """The stage's layer number ``position``, which recomputes from now on where it is one of those;
-        ``last`` makes the layer's result."""
-        if self.kind != "none" and (self.layers is None or position < self.layers):
-            wrapped = _selective(layer.forward) if self.kind == "selective" else _full(layer.forward, last)
-            layer.forward = wrapped
-        return layer
+def recomputing(layer: nn.Module, parts: Parts, last: Last) -> nn.Module:
+    """The layer, which recomputes these parts from now on; ``last`` makes its result."""
+    if "layer" in parts:
+        layer.forward = _full(layer.forward, last)
+    elif parts:
+        layer.forward = _selective(layer.forward, parts)
+    return layer
 
 
 def _full(forward: Callable[..., Tensor], last: Last) -> Callable[..., Tensor]:
@@ -82,11 +60,11 @@ def _full(forward: Callable[..., Tensor], last: Last) -> Callable[..., Tensor]:
     return recomputing
 
 
-def _selective(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _selective(forward: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor]:
     def recomputing(*arguments: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*arguments)
-        scope = _Selective()
+        scope = _Selective(parts)
         with scope:
             token = _SCOPE.set(scope)
             try:
@@ -98,55 +76,63 @@ def _selective(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return recomputing
 
 
-def recomputable(function: Function) -> Function:
-    """Mark a function whose result, in a layer that recomputes selectively, is not kept for the backward pass
-    but computed again from its arguments, which are kept anyway.
+def recomputable(part: Part, function: Callable[..., Result], *arguments: Any) -> Result:
+    """``function(*arguments)``. In a layer that recomputes the part, the result is not kept for the backward
+    pass but computed again from the arguments, which are kept, or recomputed themselves.
 
-    It must return the same values in the same memory layout, and be quick. A result that is a view of an
-    argument is kept as any other tensor.
+    The function must return the same values in the same memory layout. A result that is a view of an argument
+    is kept as any other tensor. Parameters are not among the arguments: in ZeRO 3 they are in other memory
+    when the function is repeated.
     """
-
-    @wraps(function)
-    def call(*arguments: Any) -> Tensor:
-        scope = None if torch.compiler.is_compiling() else _SCOPE.get()
-        if scope is None:
-            return function(*arguments)
-        token = _SCOPE.set(None)  # what it is made of is its own affair
-        try:
-            result = function(*arguments)
-        finally:
-            _SCOPE.reset(token)
-        return recomputable_from(result, function, *arguments)
-
-    return call  # type: ignore[return-value]
-
-
-def recomputable_from(result: Tensor, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """``result``, of which as much holds as of what a :func:`recomputable` function returns."""
-    scope = None if torch.compiler.is_compiling() else _SCOPE.get()
-    if scope is not None:
-        kept = tuple(
-            argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments
-        )
-        scope.register(result, lambda: function(*kept), kept)
+    scope = _scope_of(part)
+    if scope is None:
+        return function(*arguments)
+    token = _SCOPE.set(None)  # its parts are private
+    try:
+        result = function(*arguments)
+    finally:
+        _SCOPE.reset(token)
+    scope.register(result, function, arguments)
     return result
+
+
+def recomputable_from(part: Part, result: Tensor, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """``result``, which ``function(*arguments)`` would return: the same conditions as for the result of a
+    :func:`recomputable` function."""
+    scope = _scope_of(part)
+    if scope is not None:
+        scope.register(result, function, arguments)
+    return result
+
+
+def _scope_of(part: Part) -> _Selective | None:
+    """The running layer's scope, if the layer recomputes this part."""
+    scope = None if torch.compiler.is_compiling() else _SCOPE.get()
+    return scope if scope is not None and part in scope.parts else None
 
 
 class _Selective(saved_tensors_hooks):
     """While inside, registered results are not kept for the backward pass. Whatever shares a result's memory,
-    such as a slice, is cut from the recomputed one."""
+    such as a slice, is cut from the recomputed one.
 
-    def __init__(self) -> None:
+    Attributes:
+        parts: that are recomputed.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
         self._sources: dict[int, _Source] = {}
         super().__init__(self._pack, _unpack)
 
-    def register(self, result: Tensor, compute: Callable[[], Tensor], kept: tuple[Any, ...]) -> None:
-        """Recompute ``result`` by ``compute``, unless it lies in the memory of what is ``kept``."""
-        storage = result.untyped_storage()
+    def register(
+        self, result: Tensor | tuple[Tensor, ...], function: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        """Recompute ``result`` by ``function``, unless it lies in the memory of an argument."""
+        storage = (result if isinstance(result, Tensor) else result[0]).untyped_storage()
         address = storage.data_ptr()
-        tensors = (tensor for tensor in kept if isinstance(tensor, Tensor))
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if all(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
-            self._sources[address] = _Source(compute, weakref.ref(storage))
+            self._sources[address] = _Source(function, arguments, weakref.ref(storage))
 
     def close(self) -> None:
         """Forget what was registered: from now on it lives as long as the graph that needs it."""
@@ -157,33 +143,60 @@ class _Selective(saved_tensors_hooks):
         source = self._sources.get(storage.data_ptr())
         if source is None or source.storage() is not storage:  # or other values at the same address
             return saved
-        source.uses += 1
+        source.use(self._pack)
         return source, saved.shape, saved.stride(), saved.storage_offset()
 
 
-# The layer that recomputes selectively, as far as the running thread is inside one.
+# The layer that recomputes parts of it, as far as the running thread is inside one.
 _SCOPE: ContextVar[_Selective | None] = ContextVar("hexad.recompute", default=None)
 
 
 class _Source:
-    """Recomputes a tensor, and holds it until all that was cut from it has been asked for."""
+    """Recomputes a tensor, and holds it until all that was cut from it has been asked for.
 
-    def __init__(self, compute: Callable[[], Tensor], storage: weakref.ref[Any]) -> None:
-        self.uses = 0
+    Attributes:
+        storage: the memory of the result in the forward pass.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], storage: weakref.ref[Any]
+    ) -> None:
         self.storage = storage
-        self._compute = compute
+        self._function = function
+        self._arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+        self._uses = self._asked = 0
         self._made: Tensor | None = None
-        self._asked = 0
+
+    def use(self, pack: Callable[[Tensor], Any]) -> None:
+        """Count one tensor that is cut from it. The first use keeps the arguments, as ``pack`` says: those
+        that are recomputed themselves are not held."""
+        if self._uses == 0:
+            self._arguments = [_Packed(pack(a)) if isinstance(a, Tensor) else a for a in self._arguments]
+        self._uses += 1
 
     def get(self) -> Tensor:
+        """The tensor, of the memory layout that it had in the forward pass."""
         if self._made is None:
+            arguments = [a.get() if isinstance(a, _Packed) else a for a in self._arguments]
             with torch.no_grad():
-                self._made = self._compute()
+                result = self._function(*arguments)
+            self._made = result if isinstance(result, Tensor) else result[0]
         made = self._made
         self._asked += 1
-        if self._asked % self.uses == 0:
+        if self._asked % self._uses == 0:
             self._made = None
         return made
+
+
+class _Packed:
+    """A kept argument."""
+
+    def __init__(self, packed: Any) -> None:
+        self._packed = packed
+
+    def get(self) -> Tensor:
+        """The argument, recomputed if it is not kept."""
+        return _unpack(self._packed)
 
 
 def _unpack(packed: Any) -> Tensor:

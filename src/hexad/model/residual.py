@@ -51,7 +51,7 @@ class Residual:
             x = self.add(x, branch, rows)
             return x, norm(x)
         total, normed = applied(_AddNorm, x, branch, rows, self, norm.eps, *norm.vectors)
-        return total, recomputable_from(normed, norm.forward, total)
+        return total, recomputable_from(norm.part, normed, norm.normalised, total)
 
     @property
     def _in_one(self) -> bool:

@@ -34,7 +34,8 @@ from .latent_attention import LatentAttention
 from .latent_attention_inventory import LatentAttentionSpec
 from .norms import Norm
 from .positions import Geometry, KeyValueCache, Rotary
-from .recompute import Last, Recompute
+from .recompute import Last, recomputing
+from .recompute_inventory import Recompute
 from .replay import Replay
 from .residual import Residual
 
@@ -155,7 +156,7 @@ class Transformer(nn.Module):
         for position, number in enumerate(stage.layers):
             # Names keep the layer's global number, on whatever stage it is.
             block = Block(stage.model.block(number), shard, number, model)
-            self.layers[str(number)] = recompute.wrap(position, block, block.branches[-1].last)
+            self.layers[str(number)] = recomputing(block, recompute.of(position), block.branches[-1].last)
         if stage.norm is not None and stage.head is not None:
             self.norm = Norm(stage.norm, shard)
             self.head = VocabParallelHead(stage.head, shard, tied)

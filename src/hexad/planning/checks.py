@@ -301,12 +301,14 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
 
 def _compiled(config: Config) -> Iterator[ConfigError]:
     """Refuse what ``run.compile: full`` cannot compile into one graph with a block."""
-    parallel, recompute, dropout = config.parallel, config.memory.recompute, config.model.attention_dropout
+    parallel, memory, dropout = config.parallel, config.memory, config.model.attention_dropout
+    recompute, parts = memory.recompute, " ".join(memory.recompute_parts)
     isolated = "isolated documents (data.documents isolate, or data.packing of whole ones)"
     refused = (
         (parallel.tensor > 1, f"parallel.tensor {parallel.tensor}; it needs parallel.tensor 1"),
         # Hooks on saved tensors, and a pass that is cut short.
         (recompute != "none", f"memory.recompute {recompute}; it needs none"),
+        (bool(parts), f"memory.recompute_parts {parts}; it needs an empty list"),
         (dropout > 0, f"model.attention_dropout {dropout}; it needs 0"),
         # Every number of documents would be a graph of its own.
         (config.data.documents == "isolate", f"{isolated}; it needs documents: join and packing: cut"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from hexad.config import Config
 from hexad.model.inventory import ModelInventory, StageSpec
+from hexad.model.recompute_inventory import Recompute
 from hexad.optim.schedule import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Grid, Position, tensor_positions
@@ -84,9 +85,8 @@ def _predict(
     held = rank_parameters(stages, layout)
     buckets = rank_buckets(config, layout, held)
     numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
-    recompute, count = config.memory.recompute, config.memory.recompute_layers
-    layers = config.model.layers if count == "all" else count
-    memory = {number: StageMemory(stage, run, recompute, layers, numbers) for number, stage in stages.items()}
+    recompute = Recompute.from_settings(config.memory)
+    memory = {number: StageMemory(stage, run, recompute, numbers) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
     peak = max(peak, _update(buckets, run, config), key=lambda peak: peak.total)

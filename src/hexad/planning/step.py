@@ -7,8 +7,8 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hexad.model.block_inventory import Recomputed
 from hexad.model.inventory import StageSpec
+from hexad.model.recompute_inventory import Recompute
 from hexad.parallel.data.bucket_plan import BucketPlan
 from hexad.parallel.data.ordering import Gathering, Rounds
 from hexad.parallel.inventory import Execution, Grid, Kept
@@ -146,15 +146,15 @@ class Peak:
 class StageMemory:
     """What a stage's actions hold and need, computed once.
 
-    The first ``count`` layers recompute; ``numbers`` are those of its parameters on the rank, by name.
+    ``recompute``: what its layers recompute; ``numbers``: those of its parameters on the rank, by name.
     """
 
     def __init__(
-        self, stage: StageSpec, run: Execution, recompute: Recomputed, count: int, numbers: Mapping[str, int]
+        self, stage: StageSpec, run: Execution, recompute: Recompute, numbers: Mapping[str, int]
     ) -> None:
         self.stage, self.run = stage, run
         self.stream = run.stream(stage.model.settings.hidden)
-        self.kept = stage.kept(run, recompute, count)
+        self.kept = stage.kept(run, recompute)
         self.operands = stage.operands(run)
         self.kept_bytes = self.kept.total()
         units: dict[str, list[int]] = {}
@@ -163,7 +163,7 @@ class StageMemory:
         if stage.head is not None and stage.head.tied == "here":
             units["head"] = [numbers["embedding.weight"]]
         self.units = units
-        self.layers = list(zip(stage.layers, stage.recomputing(recompute, count)))
+        self.layers = list(zip(stage.layers, stage.recomputing(recompute)))
         self.vectors = {
             parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
         }
@@ -179,7 +179,7 @@ class StageMemory:
         stage, run = self.stage, self.run
         alone = set(stage.blocks[: stage.unreached])
         reached = {part for _, part in self.layers[stage.unreached :]}
-        needed = max((block.forward(run, recompute) for block, recompute in reached), default=0)
+        needed = max((block.forward(run, recomputed) for block, recomputed in reached), default=0)
         # Layers that no gradient reaches come first, when nothing of the others is kept yet.
         first = max((block.forward_alone(run) for block in alone), default=0) - self.kept_bytes
         return max(needed, first) + (0 if stage.last else self.stream)
@@ -193,11 +193,11 @@ class StageMemory:
             yield max(stream, stage.norm.backward(run)), stream, self._vectors("norm"), None
             base -= 2 * stream  # the head's gradient was kept, and the final norm has given up its input
         parts = {
-            (block, recompute): (
-                block.backward(run, recompute, split),
-                (block.operands(run).total() if split else 0) - block.kept(run, recompute).total(),
+            (block, recomputed): (
+                block.backward(run, recomputed, split),
+                (block.operands(run).total() if split else 0) - block.kept(run, recomputed).total(),
             )
-            for block, recompute in {part for _, part in self.layers}
+            for block, recomputed in {part for _, part in self.layers}
         }
         # Of a product that is set aside: bytes of its operands, the weight's number, and the kind of branch.
         aside, later, kind = 0, list[int](), ""

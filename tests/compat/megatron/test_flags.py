@@ -23,6 +23,7 @@ NEEDS = [
     ("--hierarchical-context-parallel-sizes 2", "--context-parallel-size"),
     ("--sequence-parallel", "--tensor-model-parallel-size"),
     ("--recompute-method uniform", "--recompute-granularity full"),
+    ("--recompute-modules layernorm", "--recompute-granularity selective or --recompute-activations"),
     ("--valid-data-path x", "--train-data-path"),
 ]
 
@@ -78,6 +79,10 @@ REFUSED = [
     (
         "--recompute-granularity selective --recompute-method uniform",
         "--recompute-method: found uniform with --recompute-granularity selective; leave it out",
+    ),
+    (
+        "--recompute-granularity selective --recompute-modules core_attn mlp",
+        "--recompute-modules: invalid choice: 'mlp' (choose from",
     ),
     (
         "--recompute-activations --recompute-method block",

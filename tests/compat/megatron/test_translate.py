@@ -210,6 +210,21 @@ def test_defaults_are_megatrons() -> None:
         ("--ddp-bucket-size 10485760", "parallel", {"bucket_mb": 40.0}),
         ("--distributed-backend gloo", "run", {"device": "cpu"}),
         ("--recompute-activations", "memory", {"recompute": "selective"}),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm moe_act mla_up_proj layernorm",
+            "memory",
+            {"recompute": "none", "recompute_parts": ["norms", "moe_act", "mla_up"]},
+        ),
+        (
+            "--recompute-activations --recompute-modules core_attn mla_up_proj",
+            "memory",
+            {"recompute": "selective", "recompute_parts": ["mla_up"]},
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules core_attn",
+            "memory",
+            {"recompute": "selective"},
+        ),
         ("--recompute-granularity full --recompute-method uniform", "memory", {"recompute": "full"}),
         ("--checkpoint-activations", "memory", {"recompute": "full"}),
         ("--fp16 --loss-scale 128", "precision", {"dtype": "fp16", "loss_scale": 128.0}),

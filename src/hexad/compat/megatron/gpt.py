@@ -11,7 +11,7 @@ from hexad.config import HexadError
 from hexad.engine.engine import Engine
 from hexad.model.dropout import DropoutKey
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute import Recompute
+from hexad.model.recompute_inventory import Recompute
 from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters, initialise

@@ -252,6 +252,8 @@ def _memory(arguments: Namespace) -> dict[str, Any]:
         return {"recompute": kind, **memory}
     if kind == "selective" and method is not None:
         raise ConfigError("--recompute-method", f"found {method} with {flag}; leave it out")
+    if kind == "selective":
+        return {**_selective(arguments.recompute_modules or ["core_attn"]), **memory}
     if kind == "full" and method is None:
         raise ConfigError("--recompute-granularity", "found full without --recompute-method; add uniform")
     if kind == "full" and layers is not None and layers < (method == "uniform"):
@@ -269,6 +271,18 @@ def _memory(arguments: Namespace) -> dict[str, Any]:
             )
         memory["recompute_layers"] = layers
     return {"recompute": kind, **memory}
+
+
+_PARTS = {"layernorm": "norms", "moe_act": "moe_act", "mla_up_proj": "mla_up"}
+"""Modules that are recomputed there -> parts of a layer."""
+
+
+def _selective(modules: list[str]) -> dict[str, Any]:
+    """What is recomputed of layers. Attention never keeps its scores, which is what ``core_attn`` is about;
+    it stands for all that ``selective`` recomputes."""
+    parts = [_PARTS[module] for module in dict.fromkeys(modules) if module in _PARTS]
+    kind = "selective" if "core_attn" in modules else "none"
+    return {"recompute": kind, **({"recompute_parts": parts} if parts else {})}
 
 
 def _recompute(arguments: Namespace) -> tuple[str, str]:

@@ -161,7 +161,7 @@ class Gradients:
         while products:
             parameter, product = products.popleft()
             inputs = product.inputs if gathering is None else gathering.wait()
-            if not products or products[0][1].inputs.data_ptr() != product.inputs.data_ptr():
+            if not products or not _same_inputs(products[0][1], product):
                 gathering = _gather(products[0][1]) if products else None
             self.contribute(parameter, product._replace(inputs=inputs, gather=None))
 
@@ -306,3 +306,9 @@ class Gradients:
 
 def _gather(product: WeightGradient) -> Pending | None:
     return None if product.gather is None else all_gather_async(product.inputs, product.gather)
+
+
+def _same_inputs(product: WeightGradient, other: WeightGradient) -> bool:
+    """Whether both are products of the same inputs, gathered alike: of a stream divided over tokens, one
+    layer may multiply the rows of all ranks, another this rank's."""
+    return product.gather is other.gather and product.inputs.data_ptr() == other.inputs.data_ptr()

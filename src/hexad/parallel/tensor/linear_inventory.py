@@ -364,12 +364,12 @@ class LinearSpec:
         """Bytes of the weights that are kept in 8 bits, for forward passes and, transposed, for backward."""
         return 2 * self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
 
-    def backward(self, run: Execution, selective: bool, split: bool) -> Moment:
-        """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and
+    def backward(self, run: Execution, recomputed: bool, split: bool) -> Moment:
+        """Memory of a column-parallel layer's backward: its input, where that is recomputed or gathered, and
         the input's gradient with the parts of other ranks that are added to it."""
         run = self._execution(run)
         stream, whole, gathered = run.stream(self.inputs), run.whole(self.inputs), run.gathered(self.inputs)
-        before = (stream if selective else 0) + (0 if split else gathered) if self.trained else 0
+        before = (stream if recomputed else 0) + (0 if split else gathered) if self.trained else 0
         summed = stream if gathered else 0
         product = max(0 if split else self.weight_product(run), summed)
         dropping = self.dropping(run) + (whole if self.dropping(run) else 0)  # of the gradient

@@ -46,8 +46,10 @@ def _chosen(routing: str, seed: int) -> torch.Tensor:
         chosen[:, 0] = 3
     elif routing == "dropped":
         chosen[torch.rand(chosen.shape, generator=generator) < DROPPED] = EXPERTS
-    elif routing == "all dropped":
+    elif routing in ("all dropped", "last expert"):
         chosen.fill_(EXPERTS)
+    if routing == "last expert":
+        chosen[:, 0] = EXPERTS - 1
     return chosen
 
 

@@ -3,7 +3,7 @@ of its experts are there."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
@@ -66,7 +66,9 @@ class DeepEp:
 
         def action() -> Arrival:
             per_rank, per_host, per_expert, present, _ = buffer.get_dispatch_layout(experts, count)
-            static = most is not None and per_host is None and self._sizes
+            static = {}
+            if most is not None and per_host is None and self._sizes:
+                static["num_worst_tokens"] = most * self._axis.size
             arrived, numbers, values, counts, handle, _ = buffer.dispatch(
                 x.contiguous(),
                 topk_idx=experts,
@@ -75,7 +77,7 @@ class DeepEp:
                 num_tokens_per_rdma_rank=per_host,
                 is_token_in_rank=present,
                 num_tokens_per_expert=per_expert,
-                **({"num_worst_tokens": most * self._axis.size} if static and most is not None else {}),
+                **static,
             )
             return Arrival(arrived, numbers.long(), values, None if static else sum(counts), handle)
 
@@ -84,9 +86,8 @@ class DeepEp:
 
     def again(self, x: Tensor, experts: Tensor, handle: Any) -> Tensor:
         """Send other rows the same way, without weights."""
-        buffer, sent = self._made(x), self._away(x, experts)
-        action = lambda: buffer.dispatch(x.contiguous(), handle=handle)[0]  # noqa: E731
-        result: Tensor = on_stream("all_to_all", self._axis, sent, action)
+        action = partial(self._made(x).dispatch, x.contiguous(), handle=handle)
+        result: Tensor = on_stream("all_to_all", self._axis, self._away(x, experts), action)[0]
         return result
 
     def combine(
@@ -100,11 +101,10 @@ class DeepEp:
             handle: of their way.
             weights: ``[tokens that arrived, top_k]``.
         """
-        buffer, pair = self._made(x), 0 if weights is None else weights.element_size()
-        action = lambda: buffer.combine(x.contiguous(), handle, topk_weights=weights)[:2]  # noqa: E731
-        sent = self._away(x, experts, pair)
-        result: tuple[Tensor, Tensor | None] = on_stream("all_to_all", self._axis, sent, action)
-        return result
+        action = partial(self._made(x).combine, x.contiguous(), handle, topk_weights=weights)
+        sent = self._away(x, experts, 0 if weights is None else weights.element_size())
+        sums, of_weights, _ = on_stream("all_to_all", self._axis, sent, action)
+        return sums, of_weights
 
     @cached_property
     def _sizes(self) -> bool:

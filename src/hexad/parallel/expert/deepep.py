@@ -15,7 +15,7 @@ from .dispatch import Dispatcher, Route
 from .permutation import Permutation
 
 
-@dataclass
+@dataclass(eq=False)
 class Deduplicated(Route):
     """A token is sent once to each rank that has experts of it, and summed there before it comes back.
 

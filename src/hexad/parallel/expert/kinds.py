@@ -68,8 +68,10 @@ def _nvshmem(config: Config) -> Iterator[str]:
 
 
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Ranks of a group, of which up to 8 are on one host, for which DeepEP has settings."""
-_HOST = 8
+"""Ranks of a group for which DeepEP has settings; more than 8 are on several hosts."""
+_WITHIN, _BETWEEN = (16, 8176), (256, 7936)
+"""What ``model.hidden`` must be a multiple of, and its largest value, within a host and between hosts: a
+token must fit the shared memory of DeepEP's warps."""
 
 
 def _deepep(config: Config) -> Iterator[str]:
@@ -78,9 +80,9 @@ def _deepep(config: Config) -> Iterator[str]:
     assert moe is not None
     if ranks not in _SIZES:
         yield f"parallel.expert {', '.join(map(str, _SIZES[:-1]))} or {_SIZES[-1]}, not {ranks}"
-    unit = 16 if ranks <= _HOST else 256
-    if hidden % unit:
-        yield f"model.hidden that divides by {unit}, not {hidden}"
+    unit, largest = _WITHIN if ranks <= 8 else _BETWEEN
+    if hidden % unit or hidden > largest:
+        yield f"model.hidden of a multiple of {unit} up to {largest:,}, not {hidden}"
     if moe.top_k > 32:
         yield f"model.moe.top_k 32 or less, not {moe.top_k}"
 
@@ -90,7 +92,7 @@ KINDS: dict[DispatcherName, Kind] = {
     "all_gather": Kind("hexad.parallel.expert.dispatch:Dispatcher.gathered", "it adds results rank by rank"),
     "nvshmem": Kind(
         "hexad.parallel.expert.nvshmem:route",
-        "it needs counts that stay on the device",
+        "there the host reads the counts",
         _nvshmem,
         gpu=True,
         library="hexad.comm.symmetric:missing",

@@ -13,8 +13,12 @@ from .collectives import on_stream
 
 
 class _Buffers(NamedTuple):
-    """Memory at the same place on all ranks: bytes that others read, and int64 that the operators write on
-    other ranks, and read here."""
+    """Memory at the same place on all ranks.
+
+    Attributes:
+        sent: rows that others read.
+        splits, arrived: int64, what the operators take here, and what they write on other ranks.
+    """
 
     sent: Tensor
     splits: Tensor
@@ -34,7 +38,8 @@ class Symmetric:
     """
 
     def __init__(self, axis: Axis) -> None:
-        self._axis, self._bytes, self._turn = axis, 0, 0
+        self._axis, self._turn = axis, 0
+        self._bytes = self._splits = 0
         self._sets: list[_Buffers] = []
         self._received: list[Tensor] = []
 
@@ -60,15 +65,15 @@ class Symmetric:
             (``[room, ...]``, the rows of this rank's experts, valid until the next exchange; int64 ``[2,
             experts]``, how many each of them has of each rank, and where these begin).
         """
-        here, sent, received = self._next(x, len(index), room, len(splits))
-        torch.index_select(x, 0, index, out=sent)
+        here, received = self._next(x, len(index), room, len(splits))
+        torch.index_select(x, 0, index, out=here.sent)
         here.splits[0].copy_(splits)
         operator, name = torch.ops.symm_mem.all_to_all_vdev_2d, self._name
 
         def action() -> None:
-            operator(sent, received, here.splits[0], here.arrived, name)
+            operator(here.sent, received, here.splits[0], here.arrived, name)
 
-        on_stream("all_to_all", self._axis, self._away(sent, len(index)), action)
+        on_stream("all_to_all", self._axis, self._away(here.sent, len(index)), action)
         return received, here.arrived
 
     def to_tokens(self, rows: Tensor, splits: Tensor, room: int, even: int) -> Tensor:
@@ -76,23 +81,23 @@ class Symmetric:
 
         Args:
             rows: sorted by expert and rank.
-            splits: int64 ``[2, experts]``, rows of each of this rank's experts for each rank, and
-                where these begin.
+            splits: int64 ``[2, experts]``, rows of each of this rank's experts for each rank, and where these
+                begin.
             room: as there.
             even: rows that a rank sends with an even load.
 
         Returns:
             ``[room, ...]``: the rows that were sent there, in their order, valid until the next exchange.
         """
-        here, sent, received = self._next(rows, len(rows), room, splits.shape[1])
-        sent.copy_(rows)
+        here, received = self._next(rows, len(rows), room, splits.shape[1])
+        here.sent.copy_(rows)
         here.splits.copy_(splits)
         operator, name = torch.ops.symm_mem.all_to_all_vdev_2d_offset, self._name
 
         def action() -> None:
-            operator(sent, received, here.splits, here.arrived, name)
+            operator(here.sent, received, here.splits, here.arrived, name)
 
-        on_stream("all_to_all", self._axis, self._away(sent, even), action)
+        on_stream("all_to_all", self._axis, self._away(here.sent, even), action)
         return received
 
     @property
@@ -105,29 +110,30 @@ class Symmetric:
         size, one = self._axis.size, rows[:1].nbytes
         return even * (size - 1) // size * one
 
-    def _next(self, x: Tensor, rows: int, room: int, splits: int) -> tuple[_Buffers, Tensor, Tensor]:
-        """(the set whose turn it is, ``[rows, ...]`` of it, ``[room, ...]`` for what is received)."""
+    def _next(self, x: Tensor, rows: int, room: int, splits: int) -> tuple[_Buffers, Tensor]:
+        """(the set whose turn it is, for so many rows and experts; ``[room, ...]`` for what is received)."""
         nbytes = room * (x.shape[1:].numel() * x.element_size())
-        if nbytes > self._bytes:
-            self._bytes, device = nbytes, x.device
-            self._received.append(self._allocated(nbytes, torch.uint8, device))
-            integers = (2, splits)
+        if nbytes > self._bytes or splits > self._splits:
+            self._bytes, self._splits = max(nbytes, self._bytes), max(splits, self._splits)
+            self._received.append(self._allocated(self._bytes, torch.uint8, x.device))
             for _ in range(2):
-                made = [self._allocated(integers, torch.int64, device) for _ in range(2)]
-                self._sets.append(_Buffers(self._allocated(nbytes, torch.uint8, device), *made))
+                numbers = (self._allocated(2 * self._splits, torch.int64, x.device) for _ in range(2))
+                self._sets.append(_Buffers(self._allocated(self._bytes, torch.uint8, x.device), *numbers))
         self._turn = 1 - self._turn
-        here = self._sets[-2:][self._turn]
-        return here, _viewed(here.sent, x, rows), _viewed(self._received[-1], x, room)
+        memory = self._sets[-2:][self._turn]
+        sent, *tables = _viewed(memory.sent, x, rows), memory.splits, memory.arrived
+        here = _Buffers(sent, *(table[: 2 * splits].view(2, splits) for table in tables))
+        return here, _viewed(self._received[-1], x, room)
 
-    def _allocated(self, shape: int | tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocated(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory at the same place on all ranks; ordinary memory on devices other than GPUs."""
         if device.type != "cuda":
-            return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(count, dtype=dtype, device=device)
         from torch.distributed import _symmetric_memory
 
         if _symmetric_memory.get_backend(device) != "NVSHMEM":
             _symmetric_memory.set_backend("NVSHMEM")
-        memory = _symmetric_memory.empty(shape, dtype=dtype, device=device)
+        memory = _symmetric_memory.empty(count, dtype=dtype, device=device)
         assert self._axis.group is not None
         _symmetric_memory.rendezvous(memory, self._axis.group)
         return memory

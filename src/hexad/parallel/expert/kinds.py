@@ -43,7 +43,7 @@ def _common(config: Config) -> Iterator[str]:
     """What dispatchers for GPUs need."""
     dtype, slices = config.precision.dtype, config.parallel.expert_tensor
     if config.run.device == "cpu":
-        yield "run.device auto or cuda, not cpu"
+        yield "a CUDA device, not run.device cpu"
     if dtype not in ("auto", "bf16", "fp8"):
         yield f"precision.dtype bf16 or fp8, not {dtype}"
     if slices > 1:

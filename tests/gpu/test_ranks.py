@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hexad import Engine, Layout, Mesh, load_config, parallelize
+from hexad.config import ConfigError
+from hexad.config.model import DispatcherName
+from hexad.parallel.expert.kinds import KINDS, check_kind
 from hexad.topology.mesh import new_group
 
 from .. import staged
@@ -68,13 +71,15 @@ def joined(gpus: int, store: str) -> tuple[torch.device, int]:
     return device, world
 
 
-def losses(parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store: str) -> list[float]:
+def losses(
+    parallel: dict[str, Any], dtype: str, compiled: str, gpus: int, store: str, moe: Any = None
+) -> list[float]:
     """Of a few steps on this rank."""
     device, world = joined(gpus, store)
     config = load_config(
         {
             "run": {"compile": compiled},
-            "model": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300},
+            "model": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300, "moe": moe},
             "data": {"sequence": 64},
             "batch": {"micro": 1, "global": 8},
             "parallel": {"bucket_mb": 0.2, **parallel},
@@ -132,6 +137,22 @@ def test_two_ranks(
     store = str(tmp_path / "store")
     for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, compiled, gpus, store):
         assert of_rank == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks exchange rows between two GPUs")
+@pytest.mark.parametrize("kind", [name for name, kind in KINDS.items() if kind.gpu])
+def test_dispatchers(kind: DispatcherName, pool: Pool, tmp_path: Any) -> None:
+    """Where the library is there: the losses of ``alltoall``."""
+    try:
+        check_kind(kind, torch.device("cuda", 0))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    moe = {"experts": 8, "top_k": 3, "ffn_hidden": 64}
+    found = []
+    for name in ("alltoall", kind):
+        experts, store = {**moe, "dispatcher": name}, str(tmp_path / name)
+        found.append(pool.run(2, losses, {"expert": 2}, "bf16", "none", 2, store, experts))
+    assert found[1] == [pytest.approx(of_rank, rel=2e-2) for of_rank in found[0]]
 
 
 DIVIDED = {"layers": (Model, PLAN), "in sequence": (InSequence, IN_SEQUENCE)}

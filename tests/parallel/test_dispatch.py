@@ -22,6 +22,7 @@ from hexad.model.positions import Geometry
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.expert import dispatch as dispatch_module
 from hexad.parallel.expert import grouped
+from hexad.parallel.expert import nvshmem as nvshmem_module
 from hexad.parallel.expert.dispatch import Dispatcher, combine, dispatch
 from hexad.parallel.expert.permutation import Permutation
 from hexad.parallel.sharding import Shard
@@ -45,8 +46,10 @@ def _chosen(routing: str, seed: int) -> torch.Tensor:
         chosen[:, 0] = 3
     elif routing == "dropped":
         chosen[torch.rand(chosen.shape, generator=generator) < DROPPED] = EXPERTS
-    elif routing == "all dropped":
+    elif routing in ("all dropped", "last expert"):
         chosen.fill_(EXPERTS)
+    if routing == "last expert":
+        chosen[:, 0] = EXPERTS - 1
     return chosen
 
 
@@ -93,8 +96,8 @@ def _exchanged(
     dispatcher, chosen = Dispatcher(kind, EXPERTS, ranks, allowance), _chosen(routing, mesh.rank)
     with torch.device("meta"):  # where whatever is made without naming a device would be
         route = dispatcher.route(chosen, bounded=bounded)
-    missed = 0 if route.missed is None else int(route.missed)
-    return *_through_experts(mesh.rank, route, ranks, slices), missed
+    results = _through_experts(mesh.rank, route, ranks, slices)
+    return *results, 0 if route.missed is None else int(route.missed)
 
 
 def _expected(rank: int, routing: str, slices: int) -> tuple[torch.Tensor, ...]:
@@ -279,7 +282,8 @@ def _passes_on_meta(
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     launches = Launches()
     patches = [
-        mock.patch.object(place, "maybe_compiled", launches.compiled) for place in (dispatch_module, ops)
+        mock.patch.object(place, "maybe_compiled", launches.compiled)
+        for place in (dispatch_module, nvshmem_module, ops)
     ]
     # The kernel that adds weight gradients is compiled for a device.
     added = mock.patch.object(grouped, "add_gradients", lambda total, *rest, **_: total.zero_())

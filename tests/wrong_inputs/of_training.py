@@ -150,6 +150,19 @@ TRAIN = (
         "train run.yaml 'model.moe={dispatcher: all_gather}' precision.exact=true precision.dtype=fp32",
         "model.moe.dispatcher: found all_gather with precision.exact",
     ),
+    (
+        "train run.yaml 'model.moe={dispatcher: deepep}' precision.exact=true precision.dtype=fp32",
+        "model.moe.dispatcher: found deepep with precision.exact: it adds results rank by rank; use auto or",
+    ),
+    (
+        "train run.yaml 'model.moe={dispatcher: nvshmem}' parallel.expert=2 --nproc 2",
+        "model.moe.dispatcher: found nvshmem, which needs a CUDA device, not run.device cpu; use auto, ",
+    ),
+    (
+        "train run.yaml 'model.moe={dispatcher: deepep}' parallel.expert=2 run.device=auto "
+        "precision.dtype=bf16 --nproc 2",
+        "model.moe.dispatcher: found deepep, which needs a CUDA device on this machine; use auto",
+    ),
     ("train run.yaml 'model.moe={experts: 8}' run.compile=full", "run.compile: found full with model.moe"),
     (
         "train run.yaml 'model.moe={experts: 5}' parallel.expert=2 --nproc 2",
@@ -676,6 +689,11 @@ CONFIG = (
     (
         "config check run.yaml model.layers=1000000000000",
         "model.layers: found 1000000000000, expected less than or equal to 1024",
+    ),
+    (
+        "config check run.yaml 'model.moe={dispatcher: deepep}' parallel.expert=2 model.hidden=32 "
+        "run.device=auto precision.dtype=bf16",
+        "model.moe.dispatcher: found deepep, which needs a CUDA device on this machine",
     ),
     ("config check run.yaml 'model.train=[nothing]'", "model.train: found 'nothing', which matches no name"),
     (

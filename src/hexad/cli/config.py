@@ -176,7 +176,7 @@ def check(
     """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
     and memory."""
     from hexad.planning import resolve
-    from hexad.planning.machine import check_machine, check_without_data
+    from hexad.planning.machine import check_dispatcher, check_machine, check_without_data
     from hexad.planning.memory import per_pipeline_rank
     from hexad.show.summary import degrees_text, summary, summary_lines
     from hexad.topology.devices import gpu_visible
@@ -194,6 +194,8 @@ def check(
         from hexad.launching.launch import check_device, pick_device
 
         check_device(given, pick_device(given.run.device, environment()))
+    if not elsewhere:
+        check_dispatcher(given)
     sizing = given.data.train is None
     checked = check_without_data if sizing else check_machine
     vocab = None if elsewhere else checked(given)

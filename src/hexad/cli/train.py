@@ -34,7 +34,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
-    from hexad.planning.machine import check_machine
+    from hexad.planning.machine import check_dispatcher, check_machine
 
     config = load_config(path, overrides)
     joined = environment().joined
@@ -49,6 +49,8 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     layout = working_layout(config, ranks)
     check_config(config, layout)
     vocab = check_machine(config)
+    if not dry_run:
+        check_dispatcher(config)
     if dry_run or ranks > 1:  # a single rank resolves it itself
         resolved = resolve(config, layout, vocab)
     if dry_run:

@@ -301,6 +301,40 @@ def exchange_async(message: Tensor, to: int, out: Tensor, source: int, axis: Axi
     return _start("exchange", axis, message.nbytes, out, call, message, sent=message.nbytes)
 
 
+def on_stream(operation: str, axis: Axis, sent: int, action: Callable[[], T]) -> T:
+    """Carry out a collective by kernels that a library enqueues on the current stream: counted, traced and
+    labelled as others are.
+
+    Args:
+        operation: as :func:`sent_bytes` knows it.
+        axis: over which.
+        sent: bytes; where the host does not know the loads, those of an even one.
+        action: enqueues the kernels; what it returns is returned.
+    """
+    results: list[T] = []
+
+    def call() -> _OnStream:
+        results.append(action())
+        return _OnStream(axis.device)
+
+    _start(operation, axis, sent, torch.empty(0, device="meta"), call, sent=sent).wait()
+    return results[0]
+
+
+class _OnStream:
+    """What torch's ``Work`` is, of kernels on the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """No-op: what follows on the stream follows them."""
+
+    def is_completed(self) -> bool:
+        """Whether they are."""
+        return self._event is None or self._event.query()
+
+
 class _Together:
     """Several of torch's ``Work``, waited for as one; what is sent lives as long."""
 

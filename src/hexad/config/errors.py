@@ -106,9 +106,9 @@ def pythonic() -> Iterator[None]:
         raise rephrased from None
 
 
-def alternatives(numbers: Sequence[int]) -> str:
+def alternatives(values: Sequence[object]) -> str:
     """``1, 2 or 4``."""
-    texts = [str(number) for number in numbers]
+    texts = [str(value) for value in values]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 

@@ -155,6 +155,9 @@ class LoraSettings(Settings):
     patterns only, and without dropout, as PEFT's ``target_parameters``."""
 
 
+DispatcherName = Literal["alltoall", "all_gather", "nvshmem", "deepep"]
+
+
 class MoeSettings(Settings):
     """A mixture of experts in place of the feed-forward layer (Shazeer et al., arXiv 1701.06538)."""
 
@@ -204,9 +207,11 @@ class MoeSettings(Settings):
     capacity_factor: PositiveFloat | None = None
     """Most tokens of an expert in a microbatch, as a multiple of an even load; those beyond, the last ones of
     the microbatch, skip it, but not in generation. null: no token skips an expert (dropless)."""
-    dispatcher: Literal["auto", "alltoall", "all_gather"] = "auto"
+    dispatcher: Literal["auto"] | DispatcherName = "auto"
     """How tokens reach experts on other ranks: ``alltoall`` sends each row to the ranks of its experts;
-    ``all_gather`` sends all rows to all ranks of the group. ``auto``: which sends less."""
+    ``all_gather`` sends all rows to all ranks of the group. ``auto``: which of these sends less. On GPUs,
+    ``nvshmem`` sends as ``alltoall``, by PyTorch's operators on NVSHMEM; ``deepep`` sends a token once to
+    each rank of its experts, by the package ``deep_ep``."""
     allowance: Annotated[Number, Field(ge=1, allow_inf_nan=False)] | Literal["auto"] = "auto"
     """Rows that a rank's experts can receive, as a multiple of an even load, where buffers have a fixed size:
     on GPUs. A step with more is refused. ``auto``: 2."""

@@ -23,6 +23,7 @@ from hexad.comm import CommError, Trace, agreed, identical, merged
 from hexad.config import Config, ConfigError, HexadError
 from hexad.engine.language import compiles
 from hexad.engine.modules import with_common_dtype
+from hexad.parallel.expert.kinds import check_kind
 from hexad.parallel.pointwise import missing_compiler
 from hexad.planning import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
@@ -203,11 +204,16 @@ def warn_of_one_queue(mesh: Mesh) -> None:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Refuse number formats that the device cannot multiply.
+    """Refuse number formats that the device cannot multiply, and dispatchers of rows to experts that it lacks
+    something for.
 
     Raises:
-        ConfigError: ``precision.dtype: fp8`` on a device without units for it.
+        ConfigError: ``precision.dtype: fp8`` on a device without units for it; such a dispatcher.
     """
+    moe, parallel = config.model.moe, config.parallel
+    divided = parallel.expert * parallel.expert_tensor > 1
+    if moe is not None and moe.dispatcher != "auto" and divided:
+        check_kind(moe.dispatcher, device)
     if config.precision.dtype == "fp8" and not has_fp8(device):
         raise ConfigError(
             "precision.dtype",

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from hexad.parallel.expert.dispatch import Dispatcher, combine, dispatch
 from hexad.parallel.expert.grouped import grouped_linear, on_device
+from hexad.parallel.expert.kinds import check_kind
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.regions import gather_first, mapped, slice_first
 
@@ -38,6 +39,8 @@ class Experts(ShardedModule):
         static = on_device(shard.device, shard.dtype) and not shard.exact
         ranks = shard.experts
         kind = inventory.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
+        if ranks.axis.size > 1:
+            check_kind(kind, shard.device)
         self.dispatcher = Dispatcher(
             kind, settings.experts, ranks, settings.room if static else None, shard.exact, shard.compiled
         )
@@ -52,14 +55,14 @@ class Experts(ShardedModule):
             most: rows of any rank.
             unused: the result is not used but for its shape.
         """
-        weights, counted = routing.weights, where.auxiliary is not None
+        counted = where.auxiliary is not None
         route = self.dispatcher.route(routing.experts, routing.complete, most, bounded=counted)
+        rows, of_rows = dispatch(x, routing.weights, route)
         if where.auxiliary is not None:
             counts = routing.counts
             if counts is not None and route.missed is not None:
                 counts[-1] += route.missed
-            weights = where.auxiliary.attach(weights, routing.losses, self.layer, counts, unused)
-        rows, of_rows = dispatch(x, weights, route)
+            of_rows = where.auxiliary.attach(of_rows, routing.losses, self.layer, counts, unused)
         exactly = self.shard.exact
         functions = exact_ops if exactly else ops
         activation = functions.weighted_swiglu if self.gated else functions.weighted_gelu

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any, ClassVar
 
-from hexad.config.model import MoeSettings
+from hexad.config.model import DispatcherName, MoeSettings
 from hexad.parallel.inventory import Execution, Moment, Parameter, Product, Weight
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
@@ -244,11 +244,13 @@ class ExpertsSpec(BranchSpec):
         """Whether the backward pass needs its input: the router does."""
         return True
 
-    def dispatcher(self, ranks: int, slices: int, exact: bool) -> str:
+    def dispatcher(self, ranks: int, slices: int, exact: bool) -> DispatcherName:
         """How rows reach their experts: what sends less, unless it is set. In exact arithmetic each of a
         token's experts sends its result."""
-        if self.settings.dispatcher != "auto" or exact:
-            return "alltoall" if exact else self.settings.dispatcher
+        if exact:
+            return "alltoall"
+        if self.settings.dispatcher != "auto":
+            return self.settings.dispatcher
         return "all_gather" if ranks < self.settings.top_k * slices else "alltoall"
 
     # Products and memory

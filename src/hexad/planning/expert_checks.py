@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hexad.config import Config, ConfigError, divisors
+from hexad.config import Config, ConfigError, alternatives, divisors
 from hexad.config.model import MoeSettings
+from hexad.parallel.expert.kinds import KINDS, unsupported
 from hexad.topology.layout import Layout
 
 
@@ -38,7 +39,16 @@ def expert_problems(config: Config) -> Iterator[ConfigError]:
             f"found {parallel.tensor}, which does not divide the shared experts' width {shared} "
             f"(model.moe.shared_experts x ffn_hidden); use {divisors(shared)}",
         )
+    yield from _dispatcher(config, moe)
     yield from _arithmetic(config, moe)
+
+
+def _dispatcher(config: Config, moe: MoeSettings) -> Iterator[ConfigError]:
+    """What the dispatcher needs of other settings, where there are other ranks."""
+    if moe.dispatcher == "auto" or config.parallel.expert * config.parallel.expert_tensor == 1:
+        return
+    for need in KINDS[moe.dispatcher].needs(config):
+        yield unsupported(moe.dispatcher, need)
 
 
 def check_replica(layout: Layout) -> None:
@@ -131,10 +141,10 @@ def _arithmetic(config: Config, moe: MoeSettings) -> Iterator[ConfigError]:
             f"found {moe.capacity_factor} with precision.exact: which tokens are dropped depends on the "
             "others of the microbatch; use null",
         )
-    if moe.dispatcher == "all_gather":
+    if moe.dispatcher != "auto" and (reason := KINDS[moe.dispatcher].inexact):
+        kinds = alternatives(["auto", *(name for name, kind in KINDS.items() if not kind.inexact)])
         yield ConfigError(
-            "model.moe.dispatcher",
-            "found all_gather with precision.exact: it adds results rank by rank; use auto or alltoall",
+            "model.moe.dispatcher", f"found {moe.dispatcher} with precision.exact: {reason}; use {kinds}"
         )
     if parallel.expert_tensor > 1:
         yield ConfigError(

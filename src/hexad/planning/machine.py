@@ -12,6 +12,8 @@ from hexad.config.schema import prefixes
 from hexad.dataset.built import check_targets, open_built
 from hexad.dataset.load.whole_samples import source_of
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
+from hexad.parallel.expert.kinds import check_host
+from hexad.topology.devices import gpu_visible
 
 
 def check_machine(config: Config) -> int:
@@ -66,6 +68,17 @@ def check_packages(config: Config) -> None:
             raise ConfigError(
                 f"log.{package}", f"needs a package that is not installed: pip install 'hexad[{package}]'"
             )
+
+
+def check_dispatcher(config: Config) -> None:
+    """Refuse a dispatcher of rows to experts for which this host lacks a GPU or a package.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    moe, parallel = config.model.moe, config.parallel
+    if moe is not None and moe.dispatcher != "auto" and parallel.expert * parallel.expert_tensor > 1:
+        check_host(moe.dispatcher, gpu_visible())
 
 
 def check_data(config: Config) -> int:

@@ -41,6 +41,7 @@ class Axis:
         trace: what this rank's collectives are doing, if something watches: a
             :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
         kinds: names of its calls (filled by :mod:`hexad.comm`).
+        buffers: memory that all its exchanges of one kind use (filled by :mod:`hexad.comm`).
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
         to_next, to_previous: of the pipeline axis on NCCL, process groups of the same ranks for messages in
@@ -58,6 +59,7 @@ class Axis:
     trace: Any = None
     tree: Tree | None = None
     kinds: dict[tuple[str, int | None], Any] = field(default_factory=dict)
+    buffers: dict[type, Any] = field(default_factory=dict)
     parts: tuple[Axis, ...] = ()
     to_next: dist.ProcessGroup | None = None
     to_previous: dist.ProcessGroup | None = None

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -23,15 +24,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_to_all, reduce_scatter
+from hexad.config.model import DispatcherName
 from hexad.topology.mesh import ExpertRanks
 
 from ..contributions import applied
 from ..pointwise import maybe_compiled
+from .kinds import KINDS
 from .permutation import Permutation, gathered_sum, sorted_by
 
 
 class Route(ABC):
-    """The way of one microbatch's rows through one layer's experts.
+    """The way of one microbatch's rows through one layer's experts: there first (:meth:`scatter_both`), then
+    back and forth.
 
     Attributes:
         offsets: int32 ``[experts of this rank]``, where the rows of each end.
@@ -52,6 +56,33 @@ class Route(ABC):
         """What :meth:`scatter` returns -> ``[tokens, hidden]``: the sum of each token's rows."""
 
     @abstractmethod
+    def scatter_both(self, x: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Besides, ``pairs [tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's
+        pair."""
+
+    @abstractmethod
+    def collect_both(
+        self, rows: Tensor, values: Tensor, needs_rows: bool = True, needs_values: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The inverse of :meth:`scatter_both`; values are summed over the ranks that have a part of the
+        expert. What is not needed has no meaning."""
+
+
+class Separate(Route):
+    """Sends rows and the values of their pairs one after the other."""
+
+    def scatter_both(self, x: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`Route`."""
+        return self.scatter(x), self.scatter_pairs(pairs)
+
+    def collect_both(
+        self, rows: Tensor, values: Tensor, needs_rows: bool = True, needs_values: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See :class:`Route`."""
+        collected = self.collect(rows) if needs_rows else None
+        return collected, self.collect_pairs(values) if needs_values else None
+
+    @abstractmethod
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
         """``[tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's pair."""
 
@@ -62,7 +93,7 @@ class Route(ABC):
 
 
 @dataclass(frozen=True)
-class Local(Route):
+class Local(Separate):
     """All experts are on this rank.
 
     Attributes:
@@ -86,16 +117,16 @@ class Local(Route):
         return self.permutation.sums_of(rows, self.exactly)
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """See :class:`Separate`."""
         return self.permutation.values_of(pairs)
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """See :class:`Separate`."""
         return self.permutation.pairs_of(values)
 
 
 @dataclass(frozen=True)
-class Gathered(Route):
+class Gathered(Separate):
     """All ranks of the group have all tokens, and sum what their experts make of them.
 
     Attributes:
@@ -125,11 +156,11 @@ class Gathered(Route):
         return reduce_scatter(self.permutation.sums_of(rows), self.ranks.axis)[: self.tokens]
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """See :class:`Separate`."""
         return self.permutation.values_of(self._whole(pairs))
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """See :class:`Separate`."""
         pairs = self.permutation.pairs_of(values).contiguous()
         return reduce_scatter(pairs, self.ranks.axis)[: self.tokens]
 
@@ -144,7 +175,7 @@ def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Exchanged(Route):
+class Exchanged(Separate):
     """Each row is sent to the ranks of its expert: sorted by rank and expert, exchanged, sorted by expert.
 
     Attributes:
@@ -183,13 +214,13 @@ class Exchanged(Route):
         return gathered_sum(self._back(rows), self.places, self.present, self.exactly)
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """See :class:`Separate`."""
         # Those of an expert's slices are neighbours.
         order = self.order if self.slices == 1 else self.order // self.slices
         return self._out(pairs.flatten()[order])
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """See :class:`Separate`."""
         pairs = torch.where(self.present, self._back(values)[self.places], 0)
         return pairs if self.slices == 1 else pairs.unflatten(1, (-1, self.slices)).sum(2)
 
@@ -209,7 +240,7 @@ class Dispatcher:
     """Sends rows to their experts.
 
     Attributes:
-        kind: ``alltoall`` or ``all_gather``.
+        kind: one of :data:`~hexad.parallel.expert.kinds.KINDS`.
         experts: of all ranks.
         ranks: among which they are divided.
         allowance: rows of a buffer of static size, as a multiple of an even load; None where the host reads
@@ -218,7 +249,7 @@ class Dispatcher:
         compiled: arithmetic of indexes is compiled, see :mod:`hexad.parallel.pointwise`.
     """
 
-    kind: str
+    kind: DispatcherName
     experts: int
     ranks: ExpertRanks
     allowance: float | None = None
@@ -244,11 +275,15 @@ class Dispatcher:
         most = len(experts) if most is None else most
         if self.ranks.axis.size == 1:
             return Local(Permutation.of(experts, self.experts, complete=complete), self.exactly)
-        if self.kind == "all_gather":
-            return self._gathered(experts, most, bounded)
-        return self._exchanged(experts, most, bounded)
+        route: Route = self._route(self, experts, most, bounded)
+        return route
 
-    def _gathered(self, experts: Tensor, most: int, bounded: bool) -> Route:
+    @cached_property
+    def _route(self) -> Any:
+        return resolve_name(KINDS[self.kind].route)
+
+    def gathered(self, experts: Tensor, most: int, bounded: bool) -> Route:
+        """A route of ``all_gather``."""
         axis, top_k = self.ranks.axis, experts.shape[1]
         every = all_gather(_padded(experts, most, self.experts).contiguous(), axis)
         local, first = self.local, self.ranks.place * self.local
@@ -281,7 +316,8 @@ class Dispatcher:
             table[expert, part] = rank
         return table.to(ranks.axis.device)
 
-    def _exchanged(self, experts: Tensor, most: int, bounded: bool) -> Route:
+    def exchanged(self, experts: Tensor, most: int, bounded: bool) -> Route:
+        """A route of ``alltoall``."""
         size, destinations = self.ranks.axis.size, self._destinations(experts)
         order, bounds = sorted_by(destinations.flatten(), size * self.local)
         places = order.argsort().view(destinations.shape)
@@ -356,14 +392,14 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         ctx.route = route
-        return route.scatter(x), route.scatter_pairs(weights)
+        return route.scatter_both(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, of_weights: Tensor) -> tuple[Tensor | None, ...]:
-        route: Route = ctx.route
-        grad_x = route.collect(gradient.contiguous()) if ctx.needs_input_grad[0] else None
-        grad_weights = route.collect_pairs(of_weights.contiguous()) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weights, None
+        gradients, (needs_x, needs_weights, _) = (gradient, of_weights), ctx.needs_input_grad
+        whole = (part.contiguous() for part in gradients)
+        grad_x, grad_weights = ctx.route.collect_both(*whole, needs_x, needs_weights)
+        return grad_x if needs_x else None, grad_weights, None
 
 
 class _Combine(torch.autograd.Function):

@@ -238,8 +238,8 @@ SCENARIOS: dict[str, Scenario] = {
         Case(harness.adapted(LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)
     ),
     "recomputed parts, data 2, tensor 2 + sequence, zero 3": train(PARTS_GRID[0]),
-    "recomputed parts, zb_h1, tensor 2 + sequence": train(PARTS_GRID[2]),
-    "recomputed parts, ulysses": train(PARTS_GRID[3]),
+    "recomputed parts, zb_h1, tensor 2 + sequence": train(PARTS_GRID[1]),
+    "recomputed parts, ulysses": train(PARTS_GRID[2]),
     "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
     "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),
     "context ulysses_ring": train(

@@ -32,6 +32,7 @@ from ..parity.context_cases import CONTEXT_GRID
 from ..parity.expert_cases import CAPACITY, MIXTRAL
 from ..parity.harness import DROPPED, VARIANTS, Case, deep
 from ..parity.latent_cases import LATENT, LATENT_GRID
+from ..parity.part_cases import PARTS_GRID
 from .mutations import applied
 from .races import simulated
 from .recorder import Event
@@ -236,6 +237,9 @@ SCENARIOS: dict[str, Scenario] = {
     "latent attention, LoRA, tensor 2": train(
         Case(harness.adapted(LATENT[1], "LoRA", rank=3, alpha=5.0), tensor=2, sequence=False)
     ),
+    "recomputed parts, data 2, tensor 2 + sequence, zero 3": train(PARTS_GRID[0]),
+    "recomputed parts, zb_h1, tensor 2 + sequence": train(PARTS_GRID[1]),
+    "recomputed parts, ulysses": train(PARTS_GRID[2]),
     "context ring": train(next(case for case in CONTEXT_GRID if case.method == "ring")),
     "context all_gather": train(next(case for case in CONTEXT_GRID if case.method == "all_gather")),
     "context ulysses_ring": train(

@@ -9,10 +9,12 @@ import torch
 from hexad import comm
 from hexad.engine import language
 from hexad.model.dropout import DropoutKey
+from hexad.model.latent_attention import LatentAttention
 from hexad.parallel.data import gatherer, gradients
 from hexad.topology.mesh import Axis, Mesh
 
 from .harness import DROPPED, VARIANTS, Case
+from .latent_cases import LATENT
 from .mutation import Mutation, Patches, same_async
 
 
@@ -77,6 +79,24 @@ def _another_mask_again(mesh: Mesh) -> Patches:
     return [mock.patch.object(dropout, "_mix_", mix)]
 
 
+def _first_weights(mesh: Mesh) -> Patches:
+    """Queries are recomputed with the weights of the first forward pass."""
+    original, first = LatentAttention._padded_queries, dict[int, torch.Tensor]()
+
+    def queries(self: Any, *arguments: Any) -> torch.Tensor:
+        weight = self.q_up.weight
+        if torch.is_grad_enabled():
+            first.setdefault(id(self), weight.detach().clone())
+            return original(self, *arguments)
+        gathered, weight.data = weight.data, first[id(self)]
+        try:
+            return original(self, *arguments)
+        finally:
+            weight.data = gathered
+
+    return [mock.patch.object(LatentAttention, "_padded_queries", queries)]
+
+
 def _in(zero: int, variant: Any = VARIANTS[0], **layout: Any) -> Case:
     return Case(variant, **{"data": 2, **layout}, zero=zero)
 
@@ -91,5 +111,8 @@ STATE_MUTATIONS = {
     "key dropout by the local position": Mutation(_drawn_by(sequence=0), _in(0, DROPPED[2])),
     "redraw dropout when recomputing": Mutation(
         _another_mask_again, replace(Case(DROPPED[2]), recompute="full")
+    ),
+    "recompute queries with the weights of the step before": Mutation(
+        _first_weights, replace(_in(3, LATENT[0]), parts=("mla_up",)), steps=2
     ),
 }

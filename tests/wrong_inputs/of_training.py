@@ -405,6 +405,14 @@ TRAIN = (
         "train run.yaml run.compile=full memory.recompute=full",
         "run.compile: found full with memory.recompute",
     ),
+    (
+        "train run.yaml run.compile=full 'memory.recompute_parts=[norms, mla_up]'",
+        "run.compile: found full with memory.recompute_parts norms mla_up",
+    ),
+    (
+        "train run.yaml 'memory.recompute_parts=[norms, norms]'",
+        "memory.recompute_parts: found ['norms', 'norms'], expected each part once",
+    ),
     ("train run.yaml run.compile=full data.documents=isolate", "run.compile: found full with isolated"),
     # data
     ("train run.yaml data.train=null", "data.train: found null, expected a .bin/.idx prefix or [[weight"),

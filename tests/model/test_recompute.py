@@ -1,5 +1,6 @@
 """Recomputation changes what is held, never a gradient."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey
+from hexad.model.recompute import recomputing
 from hexad.model.recompute_inventory import Recompute
 from hexad.model.transformer import Transformer
 from hexad.parallel.context.spans import Spans
@@ -132,3 +134,17 @@ def test_nothing_is_recomputed_without_gradients() -> None:
             for recompute in (Recompute(), FULL, SELECTIVE)
         ]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+
+
+def test_results_without_a_backward_pass_are_released() -> None:
+    """A function whose result nothing needs holds it for its own backward pass, which never comes."""
+    made: list[weakref.ref[Any]] = []
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made.append(weakref.ref(x.softmax(-1).untyped_storage()))
+            return 2 * x
+
+    layer: Any = recomputing(Layer(), SELECTIVE.of(0), Layer())  # type: ignore[arg-type]
+    y = layer(torch.randn(3, 4, requires_grad=True))
+    assert y.requires_grad and made[0]() is None

@@ -14,6 +14,9 @@ from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
 from .recompute_inventory import Parts
 
+_INDEX = 8
+"""Bytes of an index."""
+
 
 @dataclass(frozen=True)
 class RouterSpec:
@@ -291,10 +294,25 @@ class ExpertsSpec(BranchSpec):
 
     def _routed(self, run: Execution) -> int:
         """Bytes of scores, weights and indexes that are kept."""
-        tokens, top_k = self.tokens(run), self.settings.top_k
-        pairs = tokens * top_k
-        scores = tokens * self.settings.experts * run.wide
-        return scores + pairs * (3 * run.wide + 4 * 8) + self.rows(run) * run.wide
+        settings, tokens = self.settings, self.tokens(run)
+        summed = settings.score == "topk_softmax" or (settings.normalise and settings.top_k > 1)
+        # Scores, or the logits of which some are chosen; both where a loss needs the other one, too.
+        other = settings.aux_loss if settings.score == "topk_softmax" else settings.z_loss
+        matrices = 1 + (other > 0)
+        scores = tokens * settings.experts * matrices * run.wide
+        pairs = tokens * settings.top_k * (_INDEX + (run.wide if summed else 0))
+        return scores + pairs + self._route(run) + self.rows(run) * run.wide
+
+    def _route(self, run: Execution) -> int:
+        """Bytes of the indexes by which rows are sent and sorted: places of pairs, whether they have one, and
+        pairs of rows."""
+        slices, ranks, rows = run.expert_tensor, run.expert * run.expert_tensor, self.rows(run)
+        pairs = self.tokens(run) * self.settings.top_k
+        if ranks == 1:
+            return pairs * 2 * _INDEX
+        if self.dispatcher(ranks, slices, run.exact) == "all_gather":
+            return ranks * pairs * (_INDEX + 1) + rows * _INDEX
+        return slices * pairs * (2 * _INDEX + 1) + rows * 2 * _INDEX
 
     def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out."""

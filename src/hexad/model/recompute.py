@@ -142,7 +142,9 @@ class _Selective(saved_tensors_hooks):
         storage = saved.untyped_storage()
         source = self._sources.get(storage.data_ptr())
         if source is None or source.storage() is not storage:  # or other values at the same address
-            return saved
+            # With its graph, a function's result would hold the function that holds it, for ever if no
+            # backward pass reaches that.
+            return saved.detach()
         source.use(self._pack)
         return source, saved.shape, saved.stride(), saved.storage_offset()
 

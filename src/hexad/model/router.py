@@ -103,7 +103,8 @@ def logits(x: Tensor, weight: Tensor, wide: torch.dtype, exactly: bool) -> Tenso
 def ordered(scores: Tensor, count: int) -> Tensor:
     """int64 ``[tokens, count]``: the places of each row's largest scores, in descending order; of equal ones
     the first place, on every device."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    # A copy: a view would keep the places of all scores for the backward pass.
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def in_best_groups(scores: Tensor, settings: MoeSettings) -> Tensor:
@@ -156,7 +157,7 @@ class Router(ShardedModule):
                 likeliest = torch.where(imposed.experts[:, :1] < 0, likeliest, imposed.experts)
             experts, dropped = self._within_capacity(likeliest, where, rows)
             if rows.tokens < len(x):
-                experts[rows.tokens :] = self.experts
+                experts = F.pad(experts[: rows.tokens], (0, 0, 0, len(x) - rows.tokens), value=self.experts)
         weights = self._weights(raw, scores, likeliest)
         if imposed is not None:
             weights = with_weights(weights, imposed)
@@ -213,7 +214,7 @@ class Router(ShardedModule):
         precedence. In generation, and with what that has chosen, nothing is dropped."""
         factor = self.settings.capacity_factor
         if factor is None or where.cache is not None or where.replay is not None:
-            return experts.clone(), None
+            return experts, None
         tokens = where.spans.tokens
         most = ceil(min(factor * tokens * self.settings.top_k / self.experts, tokens))
         numbers = F.pad(rows.numbers, (0, len(experts) - rows.tokens), value=where.spans.tokens)

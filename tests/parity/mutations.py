@@ -144,8 +144,8 @@ def _overwrite_gradients(mesh: Mesh) -> Patches:
 def _ignore_documents(mesh: Mesh) -> Patches:
     original = Transformer.loss_sum
 
-    def joined(self: Transformer, tokens: Any, labels: Any, documents: Any, *rest: Any) -> torch.Tensor:
-        return original(self, tokens, labels, None, *rest)
+    def joined(self: Transformer, tokens: Any, labels: Any, documents: Any, **rest: Any) -> torch.Tensor:
+        return original(self, tokens, labels, None, **rest)
 
     return [mock.patch.object(Transformer, "loss_sum", joined)]
 

@@ -197,9 +197,8 @@ PAIRS = [
     ("llama", TRAINING[12], Degrees(tensor=3), "fp32"),
     ("gpt2", TRAINING[3], Degrees(context=2), "fp32"),
     ("granite", TRAINING[2], Degrees(), "bf16"),
-    ("experts", {"data": 2, "tensor": 3, "expert": 6, "zero": 3}, Degrees(tensor=3, expert=3), "bf16"),
-    ("no gate", {"data": 2, "expert": 2}, Degrees(tensor=3, expert=3), "fp32"),
-    ("groups", {"context": 2, "data": 3, "expert": 3}, Degrees(tensor=2, context=3, expert=2), "fp32"),
+    ("experts", {"data": 3, "expert": 3, "zero": 3}, Degrees(tensor=2, expert=2), "bf16"),
+    ("groups", {"context": 2, "data": 2, "expert": 2}, Degrees(context=3, expert=3), "fp32"),
     ("deepseek_v3", TRAINING[8], Degrees(tensor=2), "fp32"),
 ]
 

@@ -154,7 +154,7 @@ def check(pool: Pool, name: str, layout: Degrees, room: Room, size: tuple[int, i
         ("longrope", Degrees(context=3), "small steps"),
         ("llama", Degrees(tensor=2, context=2, pipeline=2), "preemption"),
         ("experts", Degrees(tensor=2, expert=2), "small steps"),
-        ("experts", Degrees(tensor=2, context=3, expert=3), "preemption"),
+        ("experts", Degrees(context=3, expert=3), "preemption"),
     ],
     ids=str,
 )

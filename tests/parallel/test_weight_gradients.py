@@ -32,5 +32,6 @@ def test_the_kernel_adds_products_of_uneven_runs() -> None:
     assert max(errors) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_ahead() -> None:
     assert all(size > 10_000 for size in _answer("compile"))

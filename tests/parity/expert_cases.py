@@ -144,6 +144,6 @@ FURTHER_EXPERTS = (
     Case(UNGATED, data=2, tensor=2, expert=2, expert_tensor=2, zero=1, recompute="full", samples=6),
 )
 EVERY_EXPERT = up_to_three_microbatches(expert_cases())
-EXPERT_GRID = covering(EVERY_EXPERT, EXPERT_SETTINGS, 2)
+EXPERT_GRID = covering(sorted(EVERY_EXPERT, key=lambda case: case.world), EXPERT_SETTINGS, 2)
 MORE_EXPERTS = (*EVERY_EXPERT[::137], *ADAPTED_EXPERTS[2:], OFFLOADED_EXPERTS[1], *COMPILED_EXPERTS)
 """For the slow sweep."""

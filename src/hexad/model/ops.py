@@ -142,10 +142,26 @@ def _weighted_forward(gate_up: Tensor, weights: Tensor) -> Tensor:
     return _swiglu_forward(gate_up).mul_(weights[:, None])
 
 
+_BLOCK = 1 << 18
+"""Elements of a block of rows, of which a host's processor keeps what functions make of it in its cache."""
+
+
 def _weighted_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of ``gate_up [rows, 2 * width]`` and of ``weights [rows]``."""
-    of_weights = (gradient * _swiglu_forward(gate_up)).sum(-1, dtype=weights.dtype)
-    return _swiglu_backward((gradient * weights[:, None]).to(gradient.dtype), gate_up), of_weights
+    if torch.compiler.is_compiling() or gate_up.device.type != "cpu":
+        of_weights = (gradient * _swiglu_forward(gate_up)).sum(-1, dtype=weights.dtype)
+        return _swiglu_backward((gradient * weights[:, None]).to(gradient.dtype), gate_up), of_weights
+    result, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+    step = max(1, _BLOCK // max(1, gate_up.shape[1]))
+    for first in range(0, len(gate_up), step):
+        rows = slice(first, first + step)
+        (gate, up), (grad_gate, grad_up) = (whole[rows].chunk(2, dim=-1) for whole in (gate_up, result))
+        inner, of_rows, column = gradient[rows], F.silu(gate), weights[rows, None]
+        product = inner * up
+        torch.sum(product * of_rows, -1, dtype=weights.dtype, out=of_weights[rows])
+        torch.ops.aten.silu_backward.grad_input(product.mul_(column), gate, grad_input=grad_gate)
+        torch.mul(of_rows, inner, out=grad_up).mul_(column)
+    return result, of_weights
 
 
 class _WeightedSwiGlu(torch.autograd.Function):

@@ -402,10 +402,12 @@ class LanguageModel:
 
     def _agreement(self, parts: Sequence[Microbatch]) -> int:
         """A number whose sum over all ranks is 0 modulo :data:`_PRIME` if, and but for chance only if, the
-        ranks of each data rank have microbatches of the same lengths and documents, all with experts or all
-        without."""
+        ranks of each data rank have microbatches of the same lengths and documents, all with experts, or
+        with their weights, or all without."""
         data = self.mesh.data
-        shapes = [(part.sequences, part.length, part.documents, part.experts is None) for part in parts]
+        shapes = [
+            (p.sequences, p.length, p.documents, p.experts is None, p.expert_weights is None) for p in parts
+        ]
         digest = hashlib.blake2b(repr((data.rank, shapes)).encode(), digest_size=8).digest()
         others = self.mesh.layout.world // data.size - 1
         first = self.mesh.tensor.rank == self.mesh.context.rank == self.mesh.pipeline.rank == 0
@@ -455,6 +457,8 @@ def _check_experts(microbatch: Microbatch, model: ModelSettings) -> None:
             raise HexadError(
                 f"Microbatch.{name}: found {found:.80}, expected {kind} of shape {shape}: {named}"
             )
+    if weights is not None and not weights[experts >= 0].isfinite().all():
+        raise HexadError("Microbatch.expert_weights: found a weight that is not finite")
     low, high = (int(bound) for bound in experts.aminmax()) if experts.numel() else (0, 0)
     if low < -1 or high >= moe.experts:
         bad = high if high >= moe.experts else low

@@ -112,7 +112,10 @@ class Worker:
         sizes = [len(part.tokens) for part in cache.parts]
         arrays = zip(cache.parts, *(whole.cpu().split(sizes) for whole in wholes))
         return {
-            part.number: (part.begin, RoutedExperts(experts.numpy(), weights.numpy()))
+            part.number: (
+                part.begin,
+                RoutedExperts(experts.numpy().copy(), weights.numpy().copy()),
+            )  # not the step's
             for part, experts, weights in arrays
             if part.routing
         }

@@ -156,11 +156,12 @@ def _weighted_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor) -> tu
     for first in range(0, len(gate_up), step):
         rows = slice(first, first + step)
         (gate, up), (grad_gate, grad_up) = (whole[rows].chunk(2, dim=-1) for whole in (gate_up, result))
-        inner, of_rows, column = gradient[rows], F.silu(gate), weights[rows, None]
-        product = inner * up
-        torch.sum(product * of_rows, -1, dtype=weights.dtype, out=of_weights[rows])
-        torch.ops.aten.silu_backward.grad_input(product.mul_(column), gate, grad_input=grad_gate)
-        torch.mul(of_rows, inner, out=grad_up).mul_(column)
+        inner, activated = gradient[rows], F.silu(gate)
+        torch.sum(inner * (activated * up), -1, dtype=weights.dtype, out=of_weights[rows])
+        # The weight first: in fp16 the product without it may be too large.
+        weighted = (inner * weights[rows, None]).to(inner.dtype)
+        torch.mul(activated, weighted, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(weighted.mul_(up), gate, grad_input=grad_gate)
     return result, of_weights
 
 

@@ -6,7 +6,8 @@ Two ranks of one thread, ``expert`` 2, fp32. A step: four microbatches of 1,024 
 and backward, weight gradients added up. megatron-core's layer is its ``MoELayer`` with ``SequentialMLP``, the
 one that computes on a host, and the ``alltoall`` dispatcher; what it asks of CUDA is done by the host, as in
 ``conformance/megatron_adapter.py``. Both have the same weights and inputs, and their outputs and gradients
-are compared. The programs alternate, a step each; printed are medians, and the median ratio of neighbours."""
+have sums of absolute values that are compared. The programs alternate, a step each; printed are medians, and
+the median ratio of neighbours."""
 
 import argparse
 import json

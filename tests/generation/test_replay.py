@@ -1,5 +1,6 @@
 """The experts of generated tokens: kept in every layout, and imposed on training."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from hexad import Config, Engine, Generator, HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.losses import Outputs
+from hexad.generation.requests import Request, RoutedExperts
 from hexad.model.replay import Chosen, Replay
 from hexad.model.router import Router
 from hexad.parallel.sharding import declared_parameters, initialise
@@ -247,6 +249,9 @@ def test_what_cannot_be_imposed() -> None:
     refused(r"expert_weights: found int64 of shape", experts=experts, expert_weights=experts)
     refused(r"expert_weights: found float32 of shape \(2, 12, 1, 3\)", experts=experts,
             expert_weights=weights[:, :, :1])  # fmt: skip
+    refused(r"expert_weights: found float16 of shape", experts=experts, expert_weights=weights.half())
+    refused(r"expert_weights: found a weight that is not finite", experts=experts,
+            expert_weights=weights.where(weights < 0.5, torch.nan))  # fmt: skip
     refused(r"expert_weights: found weights without Microbatch.experts", expert_weights=weights)
     refused(r"found the expert 6, expected 0 to 5", experts=experts + (experts == 5))
     refused(r"found the expert -2, expected 0 to 5, or -1", experts=experts - 2 * (experts == 0))
@@ -261,19 +266,64 @@ def test_what_cannot_be_imposed() -> None:
         pytest.raises(HexadError, match=r"routing: found true, but the model"),
     ):
         generator.generate([{"prompt": [1, 2]}], tokens=2, routing=True)
-    with pytest.raises(HexadError, match=r"experts of sequence 2: found shape \(3, 2, 3\), expected \[2,"):
+    with pytest.raises(
+        HexadError, match=r"experts of sequence 2: found shape \(3, 2, 3\), expected an array \[2,"
+    ):
         Microbatch.of_sequences([[1, 2], [3, 4, 5]], experts=[experts[0, :1], experts[0, :3]])
     with pytest.raises(HexadError, match=r"expert_weights: found 1 values for 2 sequences"):
         Microbatch.of_sequences([[1, 2], [3, 4, 5]], expert_weights=[experts[0, :1]])
 
 
-def only_some_ranks() -> None:
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [
+        (None, "of sequence 1: found NoneType, expected an array [1, layers"),
+        ("text", "of sequence 1: found str, expected an array [1, layers"),
+        ([[[1, 2]], [[1]]], "of sequence 1: found list, expected an array [1, layers"),
+        (RoutedExperts(np.zeros((1, 2, 3), np.int32), np.ones((1, 2, 3))), "found shape (2, 1, 2, 3), exp"),
+        (np.ones((1, 2, 3)), "of sequence 1: found torch.float64, expected whole numbers"),
+    ],
+    ids=str,
+)
+def test_arrays_that_are_none(array: Any, problem: str) -> None:
+    with pytest.raises(HexadError, match=re.escape(problem)):
+        Microbatch.of_sequences([[1, 2], [3, 4]], experts=[array, np.zeros((1, 2, 3), np.int32)])
+
+
+def test_arrays_of_other_sizes() -> None:
+    for arrays, problem in (
+        (3, "experts: found 3, expected an array of each sequence"),
+        ([np.zeros((1, 2, 3), int), np.zeros((1, 2, 2), int)], "sequence 2: found (2, 2), but the first has"),
+    ):
+        with pytest.raises(HexadError, match=re.escape(problem)):
+            Microbatch.of_sequences([[1, 2], [3, 4]], experts=arrays)  # type: ignore[arg-type]
+
+
+def only_some_ranks(what: str) -> None:
     engine = engine_of("first dense", {"tensor": 2}, [])
-    batch = Microbatch(TOKENS[:, :-1] % 50, TOKENS[:, 1:] % 50)
-    experts = other_experts(engine.config) if engine.mesh.rank else None
-    engine.train_step([replace(batch, experts=experts)])
+    batch, experts = Microbatch(TOKENS[:, :-1] % 50, TOKENS[:, 1:] % 50), other_experts(engine.config)
+    imposed = {"experts": experts, "expert_weights": torch.ones(experts.shape)}
+    if engine.mesh.rank:
+        del imposed[what]
+    engine.train_step([replace(batch, **imposed)] if "experts" in imposed else [batch])
 
 
-def test_ranks_of_a_data_rank_impose_alike(pool: Pool) -> None:
-    with pytest.raises(RankError, match="were given different numbers, lengths or documents"):
-        pool.run(2, only_some_ranks)
+@pytest.mark.parametrize("what", ["experts", "expert_weights"])
+def test_ranks_of_a_data_rank_impose_alike(what: str, pool: Pool) -> None:
+    with pytest.raises(RankError, match="or experts on some ranks only"):
+        pool.run(2, only_some_ranks, what)
+
+
+def test_kept_experts_hold_no_others() -> None:
+    """Arrays of a text are not views of those of a step, which has the tokens of other texts."""
+    engine = engine_of("first dense", {}, [])
+    with Generator(engine) as generator:
+        sessions = generator._replica._sessions
+        generator._replica.add(1, Request((1, 2, 3), 9, routing=True))
+        generator._replica.add(2, Request(tuple(range(60)), 9))
+        while not (1 in sessions and len(sessions[1].routing) > 2):
+            generator._replica.advance()
+        for _, stages in sessions[1].routing:
+            assert all(array.base is None for stage in stages for array in stage)
+        generator._replica.cancel(1)
+        generator._replica.cancel(2)

@@ -42,14 +42,6 @@ class DeepEp:
         self._buffer: Any = None
         self._row = 0
 
-    @classmethod
-    def of(cls, axis: Axis) -> DeepEp:
-        """The axis's."""
-        if cls not in axis.buffers:
-            axis.buffers[cls] = cls(axis)
-        exchange: DeepEp = axis.buffers[cls]
-        return exchange
-
     def dispatch(self, x: Tensor, experts: Tensor, weights: Tensor, count: int, most: int | None) -> Arrival:
         """Send tokens to the ranks of their experts.
 

@@ -43,14 +43,6 @@ class Symmetric:
         self._sets: list[_Buffers] = []
         self._received: list[Tensor] = []
 
-    @classmethod
-    def of(cls, axis: Axis) -> Symmetric:
-        """The axis's."""
-        if cls not in axis.buffers:
-            axis.buffers[cls] = cls(axis)
-        memory: Symmetric = axis.buffers[cls]
-        return memory
-
     def to_experts(self, x: Tensor, index: Tensor, splits: Tensor, room: int) -> tuple[Tensor, Tensor]:
         """Send the rows ``x[index]``, sorted by expert, to the ranks that have these.
 

@@ -251,7 +251,7 @@ class Wording:
         "model.train": ("'all' or [pattern, ...]", "a string"),
         "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
         "optimizer.betas": ("[beta1, beta2]", "a number"),
-        "memory.recompute_parts": ("a list of moe_act, norms, mla_up", "moe_act, norms or mla_up"),
+        "memory.recompute_parts": ("a list such as [norms, moe_act]", "moe_act, norms or mla_up"),
         "batch.ramp": ("[start, increment, samples] or null", "an integer"),
     }
     """What to expect where several forms are good, or an item of a list has one: setting -> (whole, item)."""
@@ -290,7 +290,9 @@ class Wording:
         else:
             expectations = (self.expectation(p["type"], p["msg"]) for p in alike)
             expected = self.alternatively.join(dict.fromkeys(expectations))
-        hint = did_you_mean(given, _choices(model, field)) if isinstance(given, str) and not indices else ""
+        choices = _choices(model, field)
+        misspelt = isinstance(given, str) and not indices and given not in choices
+        hint = did_you_mean(given, choices) if misspelt else ""
         name = field + "".join(f"[{index}]" for index in indices)
         return ConfigError(name, f"found {self.written(given)}, expected {expected}{hint}")
 

@@ -207,7 +207,7 @@ class MoeSettings(Settings):
     capacity_factor: PositiveFloat | None = None
     """Most tokens of an expert in a microbatch, as a multiple of an even load; those beyond, the last ones of
     the microbatch, skip it, but not in generation. null: no token skips an expert (dropless)."""
-    dispatcher: Literal["auto"] | DispatcherName = "auto"
+    dispatcher: Literal["auto", DispatcherName] = "auto"
     """How tokens reach experts on other ranks: ``alltoall`` sends each row to the ranks of its experts;
     ``all_gather`` sends all rows to all ranks of the group. ``auto``: which of these sends less. On GPUs,
     ``nvshmem`` sends as ``alltoall``, by PyTorch's operators on NVSHMEM; ``deepep`` sends a token once to

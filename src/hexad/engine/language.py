@@ -390,8 +390,9 @@ class LanguageModel:
             raise HexadError(counts.problem)
         if counts.agreement % _PRIME:
             raise HexadError(
-                "ranks of one data rank were given different numbers, lengths or documents of microbatches; "
-                "tensor, context and pipeline ranks need the same, or context ranks their parts of these"
+                "ranks of one data rank were given different numbers, lengths or documents of microbatches, "
+                "or experts on some ranks only; tensor, context and pipeline ranks need the same, or context "
+                "ranks their parts of these"
             )
         if equal and counts.fewest != counts.most:
             raise HexadError(
@@ -447,11 +448,13 @@ def _check_experts(microbatch: Microbatch, model: ModelSettings) -> None:
         raise HexadError("Microbatch.experts: found experts, but the model has none (model.moe)")
     shape = (*microbatch.tokens.shape, len(model.expert_layers), moe.top_k)
     named = "sequences, tokens, layers with experts, model.moe.top_k"
-    for name, values, kind in (("experts", experts, "int64"), ("expert_weights", weights, "float")):
+    formats = {"experts": (torch.int64,), "expert_weights": (torch.float32, torch.float64)}
+    for name, values in (("experts", experts), ("expert_weights", weights)):
         if values is None:
             continue
+        kind = " or ".join(str(dtype).removeprefix("torch.") for dtype in formats[name])
         fits = isinstance(values, Tensor) and tuple(values.shape) == shape
-        if not fits or (values.dtype != torch.int64 if kind == "int64" else not values.is_floating_point()):
+        if not fits or values.dtype not in formats[name]:
             found = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else values
             found = str(found).removeprefix("torch.")
             raise HexadError(

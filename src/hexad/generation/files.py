@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,13 @@ def _values(logprobs: Sequence[Logprob], count: int | None) -> list[Any]:
 
 def digest(place: int, prompt: Mapping[str, Any], sample: int, model: str, wanted: Wanted) -> str:
     """The digest of a text that is wanted."""
-    content = json.dumps([place, prompt, sample, model, repr(wanted)], sort_keys=True)
+    # Settings at their defaults are left out: files outlive versions that know fewer.
+    settings = {
+        field.name: getattr(wanted, field.name)
+        for field in fields(wanted)
+        if getattr(wanted, field.name) != field.default
+    }
+    content = json.dumps([place, prompt, sample, model, repr(settings)], sort_keys=True)
     return blake2b(content.encode(errors="surrogatepass"), digest_size=12).hexdigest()
 
 

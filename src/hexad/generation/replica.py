@@ -53,8 +53,10 @@ class _Session:
                 for begin, stages in self.routing
             ]
             whole = np.empty((tokens, *parts[0][1].shape[1:]), parts[0][1].dtype)
+            known = np.zeros(tokens, dtype=bool)
             for begin, values in parts:
-                whole[begin : begin + len(values)] = values
+                whole[begin : begin + len(values)], known[begin : begin + len(values)] = values, True
+            assert known.all(), "every token but the last was computed"
             joined.append(whole)
         return RoutedExperts(*joined)
 

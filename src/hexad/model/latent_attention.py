@@ -75,13 +75,14 @@ class LatentAttention(AttentionCore):
         return self._rotated(project(x, drop).unflatten(1, (self.heads, -1)), where)
 
     def _padded_queries(self, x: Tensor, where: Geometry, drop: Drop | None) -> Tensor:
-        """As :meth:`_queries`, as wide as attention computes them."""
+        """Rotated queries ``[tokens, heads, padded width]``, given what :meth:`_queries` takes."""
         return self.padded(self._queries(x, where, drop))
 
     def _rotated_pairs(
         self, latent: Tensor, key: Tensor, where: Geometry, drop: Drop | None
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`_keys_and_values`, of a ``key`` that is not rotated yet."""
+        """Keys and values ``[tokens, heads, padded width]``, as :meth:`_keys_and_values` makes them, given
+        the keys' common part ``[tokens, 1, rope_dim]`` before it is rotated."""
         return self._keys_and_values(latent, self._rotated(key, where), drop)
 
     def _keys_and_values(

@@ -31,7 +31,7 @@ class Norm(ShardedModule):
         return recomputable(self.part, self.normalised, x)
 
     def normalised(self, x: Tensor) -> Tensor:
-        """As :meth:`forward`, outside of any layer."""
+        """Normalise the last dimension of ``[..., width]``, whether or not the result will be recomputed."""
         functions = exact_ops if self.shard.exact else ops
         if self.kind == "layer":
             return functions.layer_norm(x, self.weight, self.bias, self.eps)

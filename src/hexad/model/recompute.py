@@ -142,8 +142,8 @@ class _Selective(saved_tensors_hooks):
         storage = saved.untyped_storage()
         source = self._sources.get(storage.data_ptr())
         if source is None or source.storage() is not storage:  # or other values at the same address
-            # With its graph, a function's result would hold the function that holds it, for ever if no
-            # backward pass reaches that.
+            # A result's graph holds the function that made it, and the function holds the result: if no
+            # backward pass reaches them, neither is ever released.
             return saved.detach()
         source.use(self._pack)
         return source, saved.shape, saved.stride(), saved.storage_offset()

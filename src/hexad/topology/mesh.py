@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .layout import AXES, CHANNELS, FAN_OUT, Layout, Level, Tree, tree_groups
+
+T = TypeVar("T")
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
 """Axes that a step's traffic is counted for."""
@@ -41,7 +43,7 @@ class Axis:
         trace: what this rank's collectives are doing, if something watches: a
             :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
         kinds: names of its calls (filled by :mod:`hexad.comm`).
-        buffers: memory that all its exchanges of one kind use (filled by :mod:`hexad.comm`).
+        buffers: memory that all its exchanges of one kind use, see :meth:`buffer`.
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
         to_next, to_previous: of the pipeline axis on NCCL, process groups of the same ranks for messages in
@@ -59,13 +61,20 @@ class Axis:
     trace: Any = None
     tree: Tree | None = None
     kinds: dict[tuple[str, int | None], Any] = field(default_factory=dict)
-    buffers: dict[type, Any] = field(default_factory=dict)
+    buffers: dict[Any, Any] = field(default_factory=dict)
     parts: tuple[Axis, ...] = ()
     to_next: dist.ProcessGroup | None = None
     to_previous: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         self.size = len(self.ranks)
+
+    def buffer(self, kind: Callable[[Axis], T]) -> T:
+        """The memory of a kind of exchanges, made of the axis when it is first needed."""
+        if kind not in self.buffers:
+            self.buffers[kind] = kind(self)
+        buffer: T = self.buffers[kind]
+        return buffer
 
     def carrier(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """The process group of messages from one of its places to another."""

@@ -325,14 +325,18 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
         f"{_PREFIX}{name}.weight": (values if dtype == "auto" else values.to(DTYPES[dtype])).contiguous()
         for name, values in tensors.items()
     }
-    base = Base.of(checkpoint.manifest)
+    base, parameters = Base.of(checkpoint.manifest), [kind.spellings(name)[-1] for name in stacks]
+    document = _config(config, kind, ranks, parameters, base)
     with appearing(to, "--to") as partial:
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         _write(partial / WEIGHTS_FILE, described, tensors.values())
-        parameters = [kind.spellings(name)[-1] for name in stacks]
-        write_json(partial / ADAPTER_CONFIG_FILE, _config(config, kind, ranks, parameters, base))
+        write_json(partial / ADAPTER_CONFIG_FILE, document)
+    notes = []
+    if lora.dropout != document["lora_dropout"]:
+        problem = f"cannot be stored in its {ADAPTER_CONFIG_FILE}: PEFT has none with target_parameters"
+        notes.append(f"model.lora.dropout {lora.dropout} {problem}")
     word = dtype_name(next(iter(tensors.values())).dtype)
-    return Exported(kind.name, word, [WEIGHTS_FILE], sum(map(torch.numel, tensors.values())), [])
+    return Exported(kind.name, word, [WEIGHTS_FILE], sum(map(torch.numel, tensors.values())), notes)
 
 
 Parts = list[tuple[str, int, bool]]

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -173,17 +174,31 @@ def _joined(
     """
     if arrays is None:
         return None
+    if not isinstance(arrays, Sequence) or isinstance(arrays, str):
+        raise HexadError(f"{name}: found {arrays!r:.60}, expected an array of each sequence")
     if len(arrays) != len(sequences):
         raise HexadError(f"{name}: found {len(arrays)} values for {len(sequences)} sequences")
-    tensors = [torch.as_tensor(array) for array in arrays]
-    for number, (ids, values) in enumerate(zip(sequences, tensors), 1):
-        if values.dim() != 3 or len(values) != len(ids) - 1 or values.shape[1:] != tensors[0].shape[1:]:
-            wanted = f"[{len(ids) - 1}, layers with experts, top_k], of all tokens but the last"
+    tensors: list[Tensor] = []
+    for number, (ids, array) in enumerate(zip(sequences, arrays), 1):
+        try:
+            values = array if isinstance(array, Tensor) else torch.from_numpy(np.asarray(array))
+        except (TypeError, ValueError):  # not of numbers, or ragged
+            values = None
+        columns = None if values is None or values.dim() != 3 else values.shape[1:]
+        if values is None or columns is None or len(values) != len(ids) - 1:
+            found = type(array).__name__ if values is None else f"shape {tuple(values.shape)}"
+            expected = f"an array [{len(ids) - 1}, layers with experts, top_k], of all tokens but the last"
+            raise HexadError(f"{name} of sequence {number}: found {found}, expected {expected}")
+        if values.is_floating_point() != isinstance(fill, float):
+            expected = "fractions" if isinstance(fill, float) else "whole numbers"
+            raise HexadError(f"{name} of sequence {number}: found {values.dtype}, expected {expected}")
+        if tensors and columns != tensors[0].shape[1:]:
+            first = tuple(tensors[0].shape[1:])
             raise HexadError(
-                f"{name} of sequence {number}: found shape {tuple(values.shape)}, expected {wanted}"
+                f"{name} of sequence {number}: found {tuple(columns)}, but the first has {first}"
             )
+        tensors.append(values if values.is_floating_point() else values.long())
     whole = torch.cat(tensors)
-    whole = whole if whole.is_floating_point() else whole.long()
     return torch.cat((whole, whole.new_full((padding, *whole.shape[1:]), fill)))[None]
 
 

@@ -71,7 +71,7 @@ class Deduplicated(Route):
 
     @property
     def _exchange(self) -> DeepEp:
-        return DeepEp.of(self.dispatcher.ranks.axis)
+        return self.dispatcher.ranks.axis.buffer(DeepEp)
 
 
 def route(dispatcher: Dispatcher, experts: Tensor, most: int, bounded: bool) -> Route:

@@ -136,7 +136,15 @@ def check_kind(name: DispatcherName, device: Any) -> None:
 
 
 def check_host(name: DispatcherName, gpu: bool) -> None:
-    """As :func:`check_kind`, of what can be said without torch; ``gpu``: this host has a GPU."""
+    """Refuse a dispatcher that this machine lacks something for, as far as is known without torch.
+
+    Args:
+        name: of the dispatcher.
+        gpu: this host has a GPU.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
     kind, missing = KINDS[name], None
     if kind.gpu and not gpu:
         missing = "a CUDA device"

@@ -98,7 +98,7 @@ def route(dispatcher: Dispatcher, experts: Tensor, most: int, bounded: bool) -> 
     find = maybe_compiled(_places, dispatcher.compiled)
     pairs, places, present, missed = find(experts, order, bounds, order.argsort(), sent)
     room = max(even + 1, rows + local)
-    memory = Symmetric.of(axis)
+    memory = axis.buffer(Symmetric)
     way = pairs, places, present, sent, received, offsets, rows, room, missed
     return Symmetrical(memory, *way, dispatcher.compiled)
 

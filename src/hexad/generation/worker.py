@@ -111,11 +111,9 @@ class Worker:
             return {}
         sizes = [len(part.tokens) for part in cache.parts]
         arrays = zip(cache.parts, *(whole.cpu().split(sizes) for whole in wholes))
+        # Copies: a view would hold those of the whole step, with the tokens of other texts.
         return {
-            part.number: (
-                part.begin,
-                RoutedExperts(experts.numpy().copy(), weights.numpy().copy()),
-            )  # not the step's
+            part.number: (part.begin, RoutedExperts(experts.numpy().copy(), weights.numpy().copy()))
             for part, experts, weights in arrays
             if part.routing
         }

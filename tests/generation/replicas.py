@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {
         "family": "llama",
         "kv_heads": 2,
-        "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 14, "score": "sigmoid", "shared_experts": 1},
+        "moe": {"experts": 6, "top_k": 2, "ffn_hidden": 20, "score": "sigmoid", "shared_experts": 1},
     },
     "deepseek_v3": {
         "family": "deepseek_v3",

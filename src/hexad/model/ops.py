@@ -157,11 +157,11 @@ def _weighted_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor) -> tu
         rows = slice(first, first + step)
         (gate, up), (grad_gate, grad_up) = (whole[rows].chunk(2, dim=-1) for whole in (gate_up, result))
         inner, activated = gradient[rows], F.silu(gate)
-        torch.sum(inner * (activated * up), -1, dtype=weights.dtype, out=of_weights[rows])
+        torch.sum((activated * up).mul_(inner), -1, dtype=weights.dtype, out=of_weights[rows])
         # The weight first: in fp16 the product without it may be too large.
-        weighted = (inner * weights[rows, None]).to(inner.dtype)
-        torch.mul(activated, weighted, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(weighted.mul_(up), gate, grad_input=grad_gate)
+        weighted = torch.mul(inner, weights[rows, None], out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(weighted * up, gate, grad_input=grad_gate)
+        weighted.mul_(activated)
     return result, of_weights
 
 

@@ -188,15 +188,14 @@ class LatentAttentionSpec(AttentionCoreSpec):
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         if run.exact:
             return max(self.repeated(run, recomputed), self.out.exact(run))
-        if "mla_up" not in recomputed:
-            return 0
         return self._heads_alive(run, recomputed)
 
     def _heads_alive(self, run: Execution, recomputed: Parts) -> int:
         """Bytes of queries, keys and values that exist while attention runs, but are not kept."""
         q, k, _ = self._sizes(run)
-        sent = q + 2 * k if run.ulysses > 1 and "mla_up" in recomputed else 0  # and as received
-        return q + 2 * k + sent - self._heads_kept(run, recomputed)
+        if "mla_up" in recomputed:
+            return (q + 2 * k) * (2 if run.ulysses > 1 else 1)  # and as received
+        return 2 * k if "pairs" in recomputed and run.ulysses == 1 else 0
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed where the forward pass is repeated without the last product, above what is kept; the

@@ -72,11 +72,13 @@ def active_count(model: ModelSettings) -> int:
 
 
 def trained_count(model: ModelSettings) -> int:
-    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters and with biases
-    of routers, which loads change."""
+    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters and, where loads
+    change them (``moe.bias_rate``), with biases of routers."""
     whole = _inventory(model, None)
+    moe = whole.settings.moe
+    by_loads = moe is not None and moe.bias_rate > 0
     weights = [*whole.weights().values(), *whole.adapters().values()]
-    return sum(prod(weight.shape) for weight in weights if not weight.fixed)
+    return sum(prod(weight.shape) for weight in weights if not weight.frozen or (weight.wide and by_loads))
 
 
 def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) -> float:

@@ -34,6 +34,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+PATIENCE = 900.0
+"""Seconds for which a program may run: enough where others take all cores."""
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.nn",
@@ -92,7 +94,7 @@ def run(
     command: Sequence[str | os.PathLike[str]],
     *,
     capture_output: bool = False,
-    timeout: float | None = None,
+    timeout: float | None = PATIENCE,
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:

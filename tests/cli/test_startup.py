@@ -9,6 +9,8 @@ import pytest
 
 from hexad.cli.main import run
 
+from ..forks import PATIENCE
+
 _SCRIPT = """
 import json, os, sys
 from hexad.cli.main import run
@@ -49,7 +51,7 @@ BAD = (
 def modules_of(commands: list[list[str]], directory: Path) -> list[tuple[int, list[str]]]:
     """(exit status, heavy modules imported) of commands in a directory."""
     command = [sys.executable, "-c", _SCRIPT, json.dumps(commands)]
-    subprocess.run(command, check=True, capture_output=True, cwd=directory, timeout=240)
+    subprocess.run(command, check=True, capture_output=True, cwd=directory, timeout=PATIENCE)
     results = [json.loads((directory / f"{number}.json").read_text()) for number in range(len(commands))]
     return [(status, heavy) for status, heavy in results]
 
@@ -91,5 +93,5 @@ tokens = torch.arange(4).view(1, 4)
 engine.train_step([Microbatch(tokens, tokens)] * 2)
 print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE)
     assert (result.stdout, result.stderr) == ("[]\n", "")

@@ -10,10 +10,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from ..forks import Program
+from ..forks import PATIENCE, Program
 
 
-def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
+def written_by(module: str, *arguments: str, timeout: float = PATIENCE) -> tempfile.TemporaryDirectory[str]:
     """A directory that ``python -m module DIRECTORY ARGUMENTS`` has written to."""
     directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
     process = Program(

@@ -76,7 +76,6 @@ def test_marked_commands_run(page: str, tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
         )
         assert result.returncode == 0, f"{page}:\n{block}\n{result.stdout}\n{result.stderr}"
 

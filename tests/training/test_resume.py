@@ -32,7 +32,7 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         checkpoint = {"asynchronous": request.param, "keep": 1}
         write_run(directory / point, data, checkpoint=checkpoint)
     command = [sys.executable, "-m", "tests.training.crash", str(directory)]
-    result = forks.run(command, capture_output=True, text=True, timeout=240)
+    result = forks.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return directory
 

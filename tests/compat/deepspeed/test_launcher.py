@@ -28,7 +28,7 @@ torch.distributed.destroy_process_group()
 def launched(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hexad.compat.deepspeed", *arguments]
     environment = os.environ | variables
-    return forks.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return forks.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def log_of(which: str, stage: int, directory: Path) -> list[list[dict[str, float
     config.write_text(json.dumps(tree))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ["-m", "tests.compat.deepspeed.trainer_script", which, str(config), str(directory / "out")]
-    result = forks.run([sys.executable, *command, *script], capture_output=True, text=True, timeout=300)
+    result = forks.run([sys.executable, *command, *script], capture_output=True, text=True)
     output = directory / "out" / "log.json"
     assert output.exists(), result.stderr[-3000:]
     log: list[list[dict[str, float]]] = json.loads(output.read_text())

@@ -231,7 +231,6 @@ def test_without_lightning(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert "lightning is not installed: pip install 'hexad[lightning]'" in done.stderr.splitlines()[-1]
 
@@ -296,7 +295,7 @@ def test_processes_of_a_notebook(tmp_path: Path, method: str) -> None:
     # A new interpreter finds the tests' modules by this path, a fork has it.
     variables = {"PYTHONPATH": str(Path(__file__).parents[3])} if method == "spawn" else {}
     environment, command = {**os.environ, **variables}, [sys.executable, "script.py", method]
-    done = forks.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = forks.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     message = f"found start_method='{method}' with a Classifier, of which every process has its own part"
     assert message in done.stdout
@@ -319,7 +318,9 @@ def test_a_script_starts_its_ranks(tmp_path: Path, launcher: str) -> None:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     root = str(Path(__file__).parents[3])
     environment = {**os.environ, "PYTHONPATH": root}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=forks.PATIENCE
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "ranks 2 loss" in done.stdout
     assert (tmp_path / "model.ckpt" / "manifest.json").is_file()

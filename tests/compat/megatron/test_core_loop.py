@@ -492,7 +492,7 @@ def printed(folder: Path, ranks: int, *words: str) -> list[float]:
     folder.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "hexad.compat.megatron", str(Path(__file__).parent / "core_loop_script.py"), *words]
-    done = forks.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    done = forks.run(command, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("loss")]
 

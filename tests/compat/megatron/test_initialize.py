@@ -20,6 +20,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.text.tokenizer import load_tokenizer
 
+from ...forks import PATIENCE
 from ...pool import Pool
 from ...training.command import free_port
 from .test_translate import SMALL, without
@@ -209,7 +210,7 @@ def test_import_needs_no_torch(tmp_path: Path) -> None:
     import subprocess
 
     script = "import sys, hexad.compat.megatron as m; dir(m); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=240).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=PATIENCE).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'GPT'"):
         megatron.GPT  # noqa: B018
     for name in megatron.__all__:

@@ -50,7 +50,7 @@ def pretrained(
         *first,
         *flags,
     ]
-    return forks.run(command, capture_output=True, text=True, timeout=240)
+    return forks.run(command, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from hexad.model.families import preset
 from hexad.optim.schedule import learning_rate, learning_rates
 from hexad.planning import Resolved, planned_layout, resolve
 
+from ...forks import PATIENCE
 from . import lines
 
 SMALL = lines.words("""
@@ -593,4 +594,4 @@ def test_translating_needs_no_torch() -> None:
         "import sys; from hexad.compat.megatron.translate import translate; translate(sys.argv[1:]); "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script, *SMALL], timeout=240).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script, *SMALL], timeout=PATIENCE).returncode == 0

@@ -66,7 +66,9 @@ def write_flight_record(run_dir: str | Path, rank: int) -> None:
         content = dump()
         if pickle.loads(content).get("entries"):
             prepare(run_dir)
-            path.write_bytes(content)
+            partial = path.with_name(f".{path.name}")  # torch may end this process at any moment
+            partial.write_bytes(content)
+            os.replace(partial, path)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         log.warning("%s: the flight recorder cannot be written: %s", path, error)
 

@@ -35,7 +35,8 @@ from types import ModuleType
 from typing import Any
 
 PATIENCE = 900.0
-"""Seconds for which a program may run: enough where others take all cores."""
+"""Seconds after which a program that tests start is killed: many times what it takes on a busy machine."""
+
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.nn",

@@ -15,10 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 STEPS = ("ceilings", "models", "nccl", "layouts", "one_rank", "commands")
 FURTHER = ("bits", "inference", "rates", "memory")
-
-
 NO_LIMIT = ("--budget", "9000")
-"""Steps end, however busy the machine is."""
+"""Steps end by themselves, also on a busy machine."""
 
 
 def _command(where: Path, *arguments: str) -> list[str]:
@@ -161,14 +159,16 @@ def test_a_kill_loses_nothing_and_resume_finishes(tmp_path: Path) -> None:
     chosen = ("--pretend", *NO_LIMIT, "--steps", "1", "6")
     process = subprocess.Popen(_command(tmp_path, *chosen), start_new_session=True)
     commands = tmp_path / "commands.json"
-    while not commands.exists() or not json.loads(commands.read_text())["figures"]:
+    written: dict[str, Any] = {}
+    while not written:
         assert process.poll() is None
         time.sleep(0.1)
+        written = json.loads(commands.read_text())["figures"] if commands.exists() else {}
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     time.sleep(2)  # the step's process ends with it
     left = json.loads(commands.read_text())
-    assert left["state"] == "running" and left["figures"]
+    assert left["state"] == "running" and written.keys() <= left["figures"].keys()
     assert _steps(tmp_path)["ceilings"]["state"] == "finished"
     ceilings = (tmp_path / "ceilings.json").read_bytes()
     assert _run(tmp_path, *chosen, "--resume").returncode == 0

@@ -23,6 +23,8 @@ from hexad.dataset.text.tokenizer import ByteTokenizer, load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.model.configuration import load_config
 
+from ..forks import PATIENCE
+
 BYTE = load_tokenizer("byte")
 
 
@@ -211,7 +213,7 @@ def test_full_disk(tmp_path: Path, documents: int) -> None:
     )
     command = [sys.executable, "-c", script, "data", "build", "--input", str(tmp_path / "a.jsonl")]
     command += ["--output", str(prefix), "--tokenizer", "byte", "--workers", "1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     name = "d.bin" if documents == 1 else "d.idx"
     assert result.stderr == f"hexad: error: {prefix.parent / name}: cannot be written: File too large\n"
     assert result.returncode == 2

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ..forks import PATIENCE
+
 PAGE = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text(encoding="utf-8")
 SCRIPT, TORCHRUN = re.findall(r"<!-- sbatch -->\n```bash\n(.*?)\n```", PAGE, re.DOTALL)
 REPLACED = re.compile(r"^ending=.*?status=\$\?$", re.MULTILINE | re.DOTALL)
@@ -51,7 +53,9 @@ def test_the_job_is_requeued_where_the_run_was_stopped_and_saved(
         "SLURM_NNODES": "4",
     }
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    ended = subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        ["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert ended.returncode == expected, ended.stderr
     asked = tmp_path / "scontrol"
     assert (asked.read_text() if asked.exists() else None) == ("requeue 12345\n" if requeued else None)

@@ -14,7 +14,7 @@ from hexad.model.configuration import build_config, complete_model, load_config
 from hexad.model.families import presets
 from hexad.model.hugging_face import config_json, model_settings
 from hexad.model.inventory import ModelInventory
-from hexad.planning.costs import active_count, flops_per_token, layer_costs, parameter_count
+from hexad.planning.costs import active_count, flops_per_token, layer_costs, parameter_count, trained_count
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
 # embeddings counted once). Those with experts are the counts of transformers' models of these sizes, which
@@ -242,6 +242,14 @@ def test_active_parameters_equal_a_count_by_hand() -> None:
     layer = attention + 2 * expert + 8 * 4096 + 2 * 4096
     assert active_count(model_of({"preset": "mixtral-8x7b"})) == 32 * layer + 2 * 32000 * 4096 + 4096
     assert active_count(model_of({"preset": "llama2-7b"})) == PUBLISHED["llama2-7b"]
+
+
+@pytest.mark.parametrize(("rate", "biases"), [(0.0, 0), (0.001, 26 * 64)])
+def test_routers_biases_are_trained_where_loads_change_them(rate: float, biases: int) -> None:
+    """moonlight-16b-a3b has one for each of 64 experts in each of 26 layers."""
+    model = model_of({"preset": "moonlight-16b-a3b", "moe": {"bias_rate": rate}})
+    whole = PUBLISHED["moonlight-16b-a3b"]
+    assert (parameter_count(model), trained_count(model)) == (whole, whole - 26 * 64 + biases)
 
 
 def test_flops_with_experts_are_those_of_active_weights() -> None:

@@ -34,6 +34,14 @@ def lock_run(path: Path, patience: float, stack: ExitStack) -> None:
         raise ConfigError("run.dir", f"found {path}, locked by {file.read()}; use another directory")
 
 
+def write_in_one_step(path: Path, content: bytes) -> None:
+    """Write a file by a rename, so that it is never there in part: an agent, or PyTorch's watchdog, may end
+    this process at any moment."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -42,10 +50,8 @@ def write_error(message: str) -> None:
     path = os.environ.get(_VARIABLE)
     if not path:
         return
-    # By one rename: the agent may end this rank at any moment, and cannot read half a file.
-    with open(f"{path}.partial", "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}, file)
-    os.replace(f"{path}.partial", path)
+    document = {"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}
+    write_in_one_step(Path(path), json.dumps(document).encode())
 
 
 def withdraw_error() -> None:

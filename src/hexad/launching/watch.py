@@ -19,7 +19,7 @@ import torch
 
 from hexad.comm.trace import Call, Trace
 
-from .files import withdraw_error, write_error
+from .files import withdraw_error, write_error, write_in_one_step
 
 _FOLDER, _PREFIX = "flight-recorder", "rank_"
 _ENTRIES = 2000
@@ -66,9 +66,7 @@ def write_flight_record(run_dir: str | Path, rank: int) -> None:
         content = dump()
         if pickle.loads(content).get("entries"):
             prepare(run_dir)
-            partial = path.with_name(f".{path.name}")  # torch may end this process at any moment
-            partial.write_bytes(content)
-            os.replace(partial, path)
+            write_in_one_step(path, content)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         log.warning("%s: the flight recorder cannot be written: %s", path, error)
 

@@ -72,8 +72,8 @@ def active_count(model: ModelSettings) -> int:
 
 
 def trained_count(model: ModelSettings) -> int:
-    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters and, where loads
-    change them (``moe.bias_rate``), with biases of routers."""
+    """Number of the model's trained parameters, counted as by :func:`parameter_count`. Adapters are among
+    them, and routers' biases if ``moe.bias_rate`` changes them."""
     whole = _inventory(model, None)
     moe = whole.settings.moe
     by_loads = moe is not None and moe.bias_rate > 0

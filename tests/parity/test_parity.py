@@ -72,7 +72,7 @@ def _by_layout(cases: Iterable[Case]) -> list[Case]:
             *COMPILED_GRID,
             *COPIED_GRID,
             *ADAPTED_GRID,
-            *(replace(case, steps=1 + (case.world < 4)) for case in EXPERT_GRID),
+            *(replace(case, steps=1 + (case.world < 8)) for case in EXPERT_GRID),
             *FURTHER_EXPERTS,
             *(replace(case, steps=1 + (case.world < 4)) for case in LATENT_GRID),
             *PARTS_GRID,

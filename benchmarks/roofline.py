@@ -43,9 +43,11 @@ from hexad import load_config
 from hexad.comm import collectives
 from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels, ops, residual
+from hexad.model.recompute_inventory import Recompute
 from hexad.model.transformer import Transformer, build_stages
 from hexad.optim.schedule import update_bytes
 from hexad.parallel import contributions, pointwise
+from hexad.parallel.expert import grouped
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.parallel.tensor import loss
 from hexad.parallel.tensor.linear_inventory import forward_chunks
@@ -57,7 +59,7 @@ LINK, LAUNCH, START = 450e9, 4e-6, 15e-6
 """Assumed: bytes per second of collectives, seconds per kernel and, besides the bytes, per collective."""
 _TWICE = {ops.rms_backward, residual._add_norm_backward, loss._statistics}
 """Compiled functions that read their inputs in two kernels: sums over tokens or columns beside others."""
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "grouped", "grouped_weights"}
 ATTENTION = {"attention forward", "attention backward"}
 _FREE = {"empty", "empty_like", "new_empty", "detach"}
 
@@ -202,6 +204,27 @@ def _attention(counting: Counting) -> type[torch.autograd.Function]:
     return Attention
 
 
+def _grouped(counting: Counting) -> Callable[..., torch.Tensor]:
+    """Products of runs of rows with the matrices of a stack, in one kernel."""
+
+    def product(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        y = x.new_empty((len(x), weight.shape[1]))
+        counting.cost.add("grouped", 2.0 * x.numel() * weight.shape[1], _size(x, weight, y))
+        return y
+
+    return product
+
+
+def _grouped_weights(counting: Counting) -> Callable[..., None]:
+    """Their weights' gradients, added to float32 totals in one kernel."""
+
+    def add(total: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor, *_: Any, **__: Any) -> None:
+        nbytes = 2 * _size(total) + _size(gradient, inputs)
+        counting.cost.add("grouped_weights", 2.0 * gradient.numel() * inputs.shape[1], nbytes)
+
+    return add
+
+
 class _Arriving(collectives.Pending):
     """A collective on the timeline."""
 
@@ -260,6 +283,8 @@ def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
                 "__call__",
                 lambda _, *arguments: attention.apply(*arguments),
             ),
+            (grouped, "product", _grouped(counting)),
+            (grouped, "add_gradients", _grouped_weights(counting)),
             (F, "rms_norm", lambda x, _, weight, eps: ops._RmsNorm.apply(x, weight, eps, True)),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
@@ -271,14 +296,20 @@ def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
 
 
 def run(
-    model: ModelSettings, tokens: int, tensor: int, after: bool, rates: Attainable, sequences: int = 1
+    model: ModelSettings,
+    tokens: int,
+    tensor: int,
+    after: bool,
+    rates: Attainable,
+    sequences: int = 1,
+    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> Cost:
     """Forward and backward of a model, of so many sequences of ``tokens``."""
     axis = Axis("tensor", tuple(range(tensor)), 0)
     meta = torch.device("meta")
     chunks = forward_chunks(sequences * tokens * model.hidden * 2) if after else 1
     shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after, chunks=chunks)
-    (stage,) = build_stages(model, shard, [range(model.layers)], [0], 0).values()
+    (stage,) = build_stages(model, shard, [range(model.layers)], [0], 0, recompute).values()
     accumulator: Any = _Accumulator(waits=not after)
     for declared in declared_parameters(stage):
         contributions.attach(declared.parameter, accumulator, direct=True)

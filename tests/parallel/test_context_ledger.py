@@ -1,5 +1,6 @@
 """Bytes that attention sends over the context axis equal closed formulas, byte for byte."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,11 @@ from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
 from hexad.planning import resolve
 from hexad.planning.memory import execution, rank_stages
+from hexad.planning.traffic import bytes_sent, stage_collectives
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
 from ..small import Tree, config_of, engine_of
-from .sent import bytes_sent, of_stage
 
 _SEQUENCE, _MICRO, _STEPS, _LAYERS, _WIDTH = 48, 2, 2, 2, 8
 _PACKED = (0, 5, 6, 31, 48, 70, 96)
@@ -153,7 +154,7 @@ def test_what_attention_sends(
         place = layout.coordinates(rank)["context"] // settings.ulysses
         all_rounds = rounds(ring, place)
         keys = sum(r.sent for r in all_rounds), sum(r.received for r in all_rounds)
-        collectives = of_stage(stage, run, Recompute(recompute), False, keys)
+        collectives = stage_collectives(stage, replace(run, keys=keys), Recompute(recompute), False)
         assert sent == bytes_sent(collectives, {"ring": run.ring, "ulysses": run.ulysses}) / _LAYERS
 
 

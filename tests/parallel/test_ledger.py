@@ -14,11 +14,11 @@ from hexad.model.recompute_inventory import Recompute
 from hexad.planning import resolve
 from hexad.planning.costs import parameter_count
 from hexad.planning.memory import execution, per_pipeline_rank, rank_buckets, rank_parameters, rank_stages
+from hexad.planning.traffic import bytes_sent, stage_collectives
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
 from ..small import Tree, config_of, engine_of
-from .sent import bytes_sent, of_stage
 
 _SEQUENCE, _MICRO, _GLOBAL = 16, 2, 8
 _ALIGNMENT = 32  # elements that every parameter's share is rounded up to in a flat buffer
@@ -124,7 +124,7 @@ def test_what_layers_send(
     layout = Layout.from_settings(config.parallel, tensor)
     stages = rank_stages(resolve(config, layout), 0)
     what = Recompute.from_settings(config.memory)
-    collectives = of_stage(stages[0], execution(config, layout), what, schedule == "zb_h1")
+    collectives = stage_collectives(stages[0], execution(config, layout), what, schedule == "zb_h1")
     per_microbatch = bytes_sent(collectives, {"tensor": tensor})
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}

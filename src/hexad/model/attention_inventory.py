@@ -7,12 +7,22 @@ from typing import ClassVar
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
 from hexad.parallel.exact_inventory import scores_bytes
-from hexad.parallel.inventory import Execution, Moment, Parameter, Product
+from hexad.parallel.inventory import (
+    Collective,
+    Execution,
+    Moment,
+    Operation,
+    Operations,
+    Parameter,
+    Pass,
+    Product,
+    again,
+)
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
-from .recompute_inventory import Parts
+from .recompute_inventory import NOTHING, Parts
 
 _EACH = ("F", 2), ("B", 4)
 """Actions, and how many products of attention each has."""
@@ -57,12 +67,47 @@ class AttentionCoreSpec(BranchSpec):
         if self.window is not None and self.window < span:
             seen *= 1 - (1 - self.window / span) ** 2
         count = seen * run.sequences * self.heads / run.tensor / run.context / 2
-        again = Product("B", length, length, width, count, again=True)
-        if width == value:
-            forward, backward = (Product(action, length, length, width, n * count) for action, n in _EACH)
-            return [forward, backward, again]
-        wide = [Product(action, length, length, width, n / 2 * count) for action, n in _EACH]
-        return [*wide, *(Product(action, length, value, length, n / 2 * count) for action, n in _EACH), again]
+        scores = Product("F", length, length, width, count, kernel="attention")
+        values = scores._replace(n=value, k=length)
+        products = [scores._replace(action="B", again=True)]
+        for action, each in _EACH:
+            kinds = [(scores, each)] if width == value else [(scores, each / 2), (values, each / 2)]
+            products += [kind._replace(action=action, times=number * count) for kind, number in kinds]
+        return products
+
+    def _core(self, run: Execution, width: int, value: int) -> Operations:
+        """Attention between the projections, over ``width`` and ``value`` elements of a head, with what
+        context ranks send. The products of a ring run beside its messages."""
+        products = self._core_products(run, width, value)
+        forward: list[Operation] = [product for product in products if product.action == "F"]
+        backward: list[Operation] = [product for product in products if product.action == "B"]
+        pair, (q, _, _) = self.pair_bytes(run), self._sizes(run)
+        if run.ring > 1:
+            # Of every other rank's keys an output, added to the sum; backward, three gradients.
+            merged = 3 * run.widening * q * (run.ring - 1)
+            forward.append(Pass("F", "sum", merged, run.ring - 1))
+            backward.append(Pass("B", "sum", 3 * merged, 3 * (run.ring - 1)))
+        if run.ring > 1 and run.gathers:
+            whole, beside = pair * run.tokens * run.context, len(forward) - 1
+            forward.insert(0, Collective("F", "ring", "all_gather", whole, beside))
+            backward.insert(0, Collective("B", "ring", "all_gather", whole, len(backward) - 1))
+            backward.append(Collective("B", "ring", "reduce_scatter", whole))
+        elif run.ring > 1:
+            sent, received = run.keys or ((run.ring - 1) * run.ulysses * run.tokens,) * 2
+            forward.insert(0, Collective("F", "ring", "exchange", pair * sent, len(forward) - 1))
+            for size in (pair * received, pair * sent):
+                backward.insert(0, Collective("B", "ring", "exchange", size, len(backward) - 1))
+        if run.ulysses == 1:
+            return Operations(forward, backward)
+        before, after = (self._exchanged("F", run, size) for size in self.exchanged_bytes(run))
+        turned = [self._exchanged("B", run, size) for size in self.exchanged_bytes(run)]
+        return Operations([*before, *forward, *after], [*turned[1], *backward, *turned[0]])
+
+    @staticmethod
+    def _exchanged(action: str, run: Execution, nbytes: int) -> list[Operation]:
+        """Heads exchanged for tokens, or back: packed, sent, unpacked."""
+        copy = Pass(action, "copy", 2 * nbytes)
+        return [copy, Collective(action, "ulysses", "all_to_all", nbytes), copy]
 
     def pair_bytes(self, run: Execution) -> int:
         """Bytes of a token's keys and values, as a ring sends them."""
@@ -265,10 +310,26 @@ class AttentionSpec(AttentionCoreSpec):
         norms = (parameter for norm in self.head_norms for parameter in norm.parameters)
         return (*self.qkv.parameters, *self.out.parameters, *norms)
 
-    def products(self, run: Execution) -> list[Product]:
-        """The projections', and those of the attention itself."""
-        core = self._core_products(run, self.width, self.width)
-        return [*self.qkv.products(run), *core, *self.out.products(run)]
+    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+        """The projections, norms and rotations of queries and keys, and the attention itself."""
+        q, k, _ = self._sizes(run)
+        computed = Operations([], [])
+        if self.norm_eps is not None:
+            for norm, size in zip(self.head_norms, (q, k)):
+                computed = computed.then(norm.operations(run, size))
+            joined = Pass("F", "copy", 2 * (q + k))
+            computed = computed.then(Operations([joined], [joined._replace(action="B")]))
+        if self.rotary_width:
+            turned = Pass("F", "rotation", 2 * (q + k))
+            computed = computed.then(Operations([turned], [turned._replace(action="B")]))
+        # Gradients of queries and keys, and of these and values, side by side.
+        parts: list[Operation] = [Pass("B", "copy", 2 * (q + k)), Pass("B", "copy", 2 * (q + 2 * k))]
+        before = self.qkv.operations(run, split).then(Operations([], parts[1:])).then(computed)
+        before = before.then(Operations([], parts[:1]))
+        total = before.then(self._core(run, self.width, self.width)).then(self.out.operations(run, split))
+        if "rotated" in recomputed:
+            total.backward[:0] = [again(op) for op in computed.forward]
+        return total
 
     def cached(self, tensor: int) -> int:
         """A key and a value of each of a rank's key/value heads."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hexad.parallel.inventory import Execution, Kept, Moment, Parameter, Product
+from hexad.parallel.inventory import Execution, Kept, Moment, Operations, Parameter, Pass, Product
 from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
 from .norms_inventory import NormSpec
@@ -94,9 +94,16 @@ class BranchSpec(ABC):
         """Whether the backward pass needs its input."""
         return self.linears[0].trained
 
+    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own."""
+        operations = Operations([], [])
+        for linear in self.linears:
+            operations = operations.then(linear.operations(run, split))
+        return operations
+
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
-        return self.weight_products(run)
+        return self.operations(run).products
 
     def weight_products(self, run: Execution) -> list[Product]:
         """The products with weights: without those of attention."""
@@ -187,7 +194,23 @@ class BlockSpec:
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
-        return [product for branch in self.parts for product in branch.products(run)]
+        return self.operations(run).products
+
+    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own. The
+        sum with a branch and the next norm are one function where pointwise functions are compiled."""
+        stream, total = run.stream(self.hidden), Operations([], [])
+        for number, (norm, branch) in enumerate(self.branches):
+            total = total.then(norm.operations(run, stream, "norms" in recomputed, added=number > 0))
+            total = total.then(branch.operations(run, recomputed, split))
+        # The sum with the last branch; in the backward pass, that of the first norm's gradient and the
+        # stream's.
+        sum_ = Pass("F", "sum", 3 * stream)
+        forward, last = [*total.forward, sum_], total.last + 1
+        backward = [*total.backward, sum_._replace(action="B")]
+        if "layer" in recomputed:
+            return Operations(forward, Operations(forward, [], last).repeated() + backward, last)
+        return Operations(forward, backward, last)
 
     def cached(self, tensor: int) -> int:
         """Elements of a token that a rank keeps between forward passes (generation)."""

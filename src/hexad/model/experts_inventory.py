@@ -7,15 +7,28 @@ from math import ceil, inf
 from typing import Any, ClassVar
 
 from hexad.config.model import DispatcherName, MoeSettings
-from hexad.parallel.inventory import Execution, Moment, Parameter, Product, Weight
+from hexad.parallel.inventory import (
+    Collective,
+    Execution,
+    Moment,
+    Operation,
+    Operations,
+    Parameter,
+    Pass,
+    Product,
+    Weight,
+    again,
+)
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
-from .recompute_inventory import Parts
+from .recompute_inventory import NOTHING, Parts
 
 _INDEX = 8
 """Bytes of an index."""
+_ROUTING = 7
+"""Kernels of each of: scores and choice, indexes of rows, gradients of scores."""
 
 
 @dataclass(frozen=True)
@@ -147,13 +160,18 @@ class StackSpec:
         """Stack and adapters."""
         return self.matrix, *self.adapters
 
-    def products(self, rows: int, outputs: int, inputs: int) -> list[Product]:
-        """Those of ``rows`` rows, with features on a rank."""
-        products = [Product("F", rows, outputs, inputs), Product("B", rows, inputs, outputs)]
-        products += [] if self.matrix.frozen else [Product("W", outputs, inputs, rows)]
+    def operations(self, rows: int, outputs: int, inputs: int, experts: int) -> Operations:
+        """Products of ``rows`` rows of so many experts, with features on a rank."""
+        forward: list[Operation] = [Product("F", rows, outputs, inputs, groups=experts)]
+        backward: list[Operation] = [Product("B", rows, inputs, outputs, groups=experts)]
+        backward += [] if self.matrix.frozen else [Product("W", outputs, inputs, rows, groups=experts)]
         for m, n in ((self.rank, inputs), (outputs, self.rank)) if self.rank else ():
-            products += [Product("F", rows, m, n), Product("B", rows, n, m), Product("W", m, n, rows)]
-        return products
+            forward.append(Product("F", rows, m, n, groups=experts))
+            backward += [
+                Product("B", rows, n, m, groups=experts),
+                Product("W", m, n, rows, groups=experts),
+            ]
+        return Operations(forward, backward, len(forward))
 
     def _weight(self, name: str, shape: tuple[int, ...], std: float, **traits: Any) -> Weight:
         return Weight(name, shape, grid="expert", decay=True, std=std, unit=self.layer.unit, **traits)
@@ -276,16 +294,104 @@ class ExpertsSpec(BranchSpec):
 
     def weight_products(self, run: Execution) -> list[Product]:
         """The router's, the experts', and those of the shared ones and their gate."""
+        return self.products(run)
+
+    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+        """The router, the rows' way to their experts, these, and the way back; beside them what every token
+        passes."""
         hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.rows(run)
-        first, second = self.stacks
-        one = (self.tokens(run), self.settings.experts, self.router.parameters[0].frozen)
-        singles = [one] if self.gate is None else [one, (run.rows, 1, self.gate.parameters[0].frozen)]
-        products = []
-        for tokens, features, frozen in singles:
-            products += [Product("F", tokens, features, hidden), Product("B", tokens, hidden, features)]
-            products += [] if frozen else [Product("W", features, hidden, tokens)]
-        products += first.products(rows, outputs, hidden) + second.products(rows, hidden, inner)
-        return products + (self.shared.products(run) if self.shared is not None else [])
+        experts, (first, second) = self.settings.experts // run.expert, self.stacks
+        send, back = self._sent(run)
+        activated = Pass("F", "activation", rows * (outputs + inner) * run.byte)
+        gradient: list[Operation] = [Pass("B", "activation", rows * (2 * outputs + inner) * run.byte)]
+        before = self._routed_operations(run).then(send)
+        before = before.then(first.operations(rows, outputs, hidden, experts))
+        before = before.then(Operations([activated], gradient))
+        after = second.operations(rows, hidden, inner, experts)
+        after = Operations(after.forward + back.forward, back.backward + after.backward)
+        ends = len(after.forward)
+        if "moe_act" in recomputed and second.trained:
+            after.backward.append(again(activated))
+        if self.shared is not None:
+            added = Pass("F", "sum", 3 * run.stream(hidden))
+            shared = self.shared.operations(run, recomputed, split)
+            if self.gate is not None:
+                shared = shared.then(self._gated(run))
+            ends += 1 + shared.last
+            # What makes the result comes last in the forward pass: it is not repeated.
+            made = shared.forward[len(shared.forward) - shared.last :]
+            before = Operations(shared.forward[: len(shared.forward) - shared.last], shared.backward).then(
+                before
+            )
+            after = Operations([*made, *after.forward, added], [added._replace(action="B"), *after.backward])
+        return before.then(after)._replace(last=ends)
+
+    def _single(self, run: Execution, tokens: int, features: int, frozen: bool) -> Operations:
+        """A product of a few outputs, of values that are widened for the backward pass."""
+        hidden = self.layer.hidden
+        widened = Pass("B", "copy", tokens * hidden * (run.byte + run.wide))
+        backward: list[Operation] = [Product("B", tokens, hidden, features, wide=True), widened]
+        if not frozen:
+            backward += [widened, Product("W", features, hidden, tokens, wide=True)]
+        return Operations([Product("F", tokens, features, hidden)], backward)
+
+    def _gated(self, run: Execution) -> Operations:
+        """The gate of the shared experts, and what it multiplies."""
+        assert self.gate is not None
+        stream = run.stream(self.layer.hidden)
+        scores = self._single(run, run.rows, 1, self.gate.parameters[0].frozen)
+        backward: list[Operation] = [Pass("B", "activation", 5 * stream, 2)]
+        return scores.then(Operations([Pass("F", "activation", 2 * stream)], backward))
+
+    def _routed_operations(self, run: Execution) -> Operations:
+        """Scores, the choice of experts, and the weights of those chosen."""
+        tokens, settings = self.tokens(run), self.settings
+        scores, pairs = tokens * settings.experts * run.wide, tokens * settings.top_k * _INDEX
+        frozen = self.router.parameters[0].frozen
+        forward: list[Operation] = [
+            Pass("F", "routing", 12 * scores, _ROUTING),
+            Pass("F", "routing", 16 * pairs, _ROUTING + (3 * settings.top_k if settings.normalise else 0)),
+        ]
+        backward: list[Operation] = [Pass("B", "routing", 6 * scores, _ROUTING)]
+        whole = self._divided(run) * run.tensor
+        gather: list[Operation] = [Collective("B", "tensor", "all_gather", whole)] if whole else []
+        routed = self._single(run, tokens, settings.experts, frozen)
+        return Operations([], gather).then(routed).then(Operations(forward, backward))
+
+    def _sent(self, run: Execution) -> tuple[Operations, Operations]:
+        """Rows' way to their experts, with their pairs' weights, and back; either is the other's backward
+        pass."""
+        ranks, slices, hidden = run.expert * run.expert_tensor, run.expert_tensor, self.layer.hidden
+        rows, tokens, top_k = self.rows(run), self.tokens(run), self.settings.top_k
+        row, pair = rows * hidden * run.byte, rows * run.wide
+        moved = Pass("F", "permutation", 2 * row)
+        ids: list[Operation] = [Pass("F", "routing", 8 * tokens * top_k * _INDEX, _ROUTING)]
+        scatter: list[Operation] = [moved]
+        collect: list[Operation] = [Pass("F", "permutation", (rows + tokens) * hidden * run.byte)]
+        values: list[Operation] = [Pass("F", "permutation", 2 * pair)]
+        home = values
+        if ranks > 1 and self.dispatcher(ranks, slices, run.exact) == "all_gather":
+            every = ranks * tokens
+            gather, scattered = (
+                Collective("F", "expert", operation, every * hidden * run.byte)
+                for operation in ("all_gather", "reduce_scatter")
+            )
+            pairs = gather._replace(nbytes=every * top_k * run.wide)
+            ids.insert(0, gather._replace(nbytes=every * top_k * _INDEX))
+            scatter = [gather, moved]
+            collect = [Pass("F", "permutation", (rows + every) * hidden * run.byte), scattered]
+            values, home = [pairs, *values], [*values, pairs._replace(operation="reduce_scatter")]
+        elif ranks > 1:
+            exchange = Collective("F", "expert", "all_to_all", row)
+            ids.append(exchange._replace(nbytes=self.settings.experts * slices * 4))
+            scatter, collect = [moved, exchange, moved], [moved, exchange, *collect]
+            values = home = [*values, exchange._replace(nbytes=pair)]
+        whole = self._divided(run) * run.tensor
+        joined: list[Operation] = [Collective("F", "tensor", "all_gather", whole)] if whole else []
+        return (
+            Operations([*ids, *scatter, *values], _backward([*collect, *home])),
+            Operations([*collect, *joined], _backward(scatter)),
+        )
 
     def _divided(self, run: Execution) -> int:
         """Bytes of this rank's part of the input, where activations are whole on every tensor rank."""
@@ -376,3 +482,8 @@ class ExpertsSpec(BranchSpec):
         first, second = self.stacks
         ours = (*second.parameters, *first.parameters, self.router.parameters[0])
         return [*moments, *(Moment(0, 0, (parameter,)) for parameter in ours)]
+
+
+def _backward(operations: list[Operation]) -> list[Operation]:
+    """Operations of the forward pass that the backward pass has, too."""
+    return [operation._replace(action="B") for operation in operations]

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hexad.parallel.inventory import Execution, Moment
+from hexad.parallel.inventory import Execution, Moment, Operation, Operations, Pass, again
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
-from .recompute_inventory import Parts
+from .recompute_inventory import NOTHING, Parts
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,18 @@ class FeedForwardSpec(BranchSpec):
     def linears(self) -> tuple[LinearSpec, ...]:
         """The linear layers in the order of the forward pass."""
         return self.inner, self.down
+
+    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+        """Both projections, and the activation between them: of inner values, gate and gradients."""
+        activated = run.whole(self.width // run.tensor)
+        inner = 2 if self.gated else 1
+        forward = Pass("F", "activation", (inner + 1) * activated)
+        backward: list[Operation] = [Pass("B", "activation", (2 * inner + 1) * activated)]
+        between = self.inner.operations(run, split).then(Operations([forward], backward))
+        total = between.then(self.down.operations(run, split))
+        if "activations" in recomputed and self.down.trained:
+            total.backward.insert(0, again(forward))
+        return total
 
     def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out: the inner projection's output; the activated one unless recomputed."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hexad.config.model import ModelSettings
-from hexad.parallel.inventory import Execution, Kept, Parameter, Product, Weight
+from hexad.parallel.inventory import Execution, Kept, Operation, Operations, Parameter, Pass, Product, Weight
 from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSpec, HeadSpec
 
 from .attention_inventory import AttentionCoreSpec, AttentionSpec
@@ -56,6 +56,13 @@ class PositionsSpec:
     def kept(self, run: Execution) -> int:
         """Bytes from forward to backward: the positions of the tokens."""
         return 8 * run.tokens
+
+    def operations(self, run: Execution) -> Operations:
+        """Rows looked up and added; their gradients added up in the table's."""
+        stream = run.stream(self.hidden)
+        forward: list[Operation] = [Pass("F", "embedding", 2 * stream), Pass("F", "sum", 3 * stream)]
+        gradient = Pass("B", "embedding", stream + 3 * stream * run.gradient // run.byte, 2)
+        return Operations(forward, [] if self.frozen else [gradient])
 
 
 @dataclass(frozen=True)
@@ -205,6 +212,36 @@ class StageSpec:
     def cached_flops(self, length: int, tensor: int) -> int:
         """FLOPs of a token's attention over ``length`` cached ones on a rank."""
         return sum(block.cached_flops(length, tensor) for block in self.blocks)
+
+    def before_layers(self, run: Execution) -> Operations:
+        """What a rank does with a microbatch before the layers: look-ups, and cosines and sines."""
+        operations = Operations([], [])
+        for part in (self.embedding, self.positions):
+            operations = operations if part is None else operations.then(part.operations(run))
+        if self.rotary:
+            width = self.model.settings.rotary_width
+            operations.forward.append(Pass("F", "rotation", 4 * run.whole(width), 8))
+        return operations
+
+    def after_layers(self, run: Execution) -> Operations:
+        """What a rank does with a microbatch after the layers: the final norm, and the head with the loss and
+        its gradients."""
+        if self.norm is None or self.head is None:
+            return Operations([], [])
+        norm = self.norm.operations(run, run.stream(self.model.settings.hidden))
+        return norm.then(self.head.operations(run))
+
+    def layer_operations(self, run: Execution, recompute: Recompute, split: bool) -> list[Operations]:
+        """What a rank does with a microbatch in every layer; with ``split`` weight gradients are actions of
+        their own. Leading layers that no gradient reaches have no backward pass."""
+        layers = []
+        operations: dict[tuple[BlockSpec, Parts], Operations] = {}
+        for number, (block, parts) in enumerate(self.recomputing(recompute)):
+            if (block, parts) not in operations:
+                operations[block, parts] = block.operations(run, parts, split)
+            whole = operations[block, parts]
+            layers.append(whole if number >= self.unreached else whole._replace(backward=[]))
+        return layers
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""

@@ -3,13 +3,22 @@
 from dataclasses import dataclass, replace
 
 from hexad.config.model import MlaSettings
-from hexad.parallel.inventory import Execution, Moment, Parameter, Product
+from hexad.parallel.inventory import (
+    Collective,
+    Execution,
+    Moment,
+    Operation,
+    Operations,
+    Parameter,
+    Pass,
+    again,
+)
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .attention_inventory import AttentionCoreSpec
 from .block_inventory import LayerTraits
 from .norms_inventory import NormSpec
-from .recompute_inventory import Parts
+from .recompute_inventory import NOTHING, Parts
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, as published; ``model.norm_eps`` is that of the others."""
@@ -116,11 +125,68 @@ class LatentAttentionSpec(AttentionCoreSpec):
         direct = self.mla.q_rank is None and (self.queries.trained or "mla_up" in recomputed)
         return self.down.trained or direct
 
-    def products(self, run: Execution) -> list[Product]:
-        """The projections', and those of the attention itself, without what fills up heads."""
-        core = self._core_products(run, self.mla.head_dim, self.mla.value_dim)
-        before = [product for linear in self.linears[:-1] for product in linear.products(run)]
-        return [*before, *core, *self.out.products(run)]
+    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+        """The projections, the norms of latent vectors, and the attention itself, whose products leave out
+        what fills up heads."""
+        before, norms = self.down.operations(run, split), Operations([], [])
+        for norm in self.norms:
+            norms = norms.then(norm.operations(run, run.stream(norm.width)))
+        # The gradients of the first product's parts, side by side.
+        latents = run.stream(sum(self.down.outputs.values()))
+        before = before.then(Operations([], [Pass("B", "copy", 2 * latents)])).then(norms)
+        before = before.then(self._shared_key(run))
+        heads = self._heads_made(run, split)
+        total = before.then(heads).then(self._core(run, self.mla.head_dim, self.mla.value_dim))
+        total = total.then(self._joined(run)).then(self.out.operations(run, split))
+        repeated: list[Operation] = []
+        if "latent_norms" in recomputed:
+            repeated += norms.forward
+        if "mla_up" in recomputed:
+            repeated += heads.forward
+            repeated += self._exchanged("F", run, self.exchanged_bytes(run)[0]) if run.ulysses > 1 else []
+        elif "pairs" in recomputed:
+            repeated.append(self._assembled(run))
+        total.backward[:0] = [again(op) for op in repeated]
+        return total
+
+    def _shared_key(self, run: Execution) -> Operations:
+        """The part of the keys that the heads of all tensor ranks have in common."""
+        whole = run.whole(self.mla.rope_dim)
+        if run.tensor == 1:
+            return Operations([], [])
+        if not run.sequence:
+            return Operations([], [Collective("B", "tensor", "all_reduce", whole)])
+        gather = Collective("F", "tensor", "all_gather", whole)
+        return Operations([gather], [Collective("B", "tensor", "reduce_scatter", whole)])
+
+    def _heads_made(self, run: Execution, split: bool) -> Operations:
+        """Queries, keys and values of normalised latent vectors: projected, rotated, assembled."""
+        q, k, _ = self._sizes(run)
+        queries = self._heads(run, self.mla.head_dim)
+        pairs = self._heads(run, self.mla.nope_dim + self.mla.value_dim)
+        key = run.whole(self.mla.rope_dim)
+        turned = [Pass("F", "rotation", 2 * size) for size in (queries, key)]
+        back: list[Operation] = [Pass("B", "rotation", 2 * queries)]
+        of_queries = self.queries.operations(run, split).then(Operations([*turned[:1]], back))
+        if queries < q:  # padded to the width of attention's kernels
+            padded = Pass("F", "copy", queries + q)
+            of_queries = of_queries.then(Operations([padded], [padded._replace(action="B")]))
+        back = [Pass("B", "copy", 2 * k + pairs), Pass("B", "sum", k + key), Pass("B", "rotation", 2 * key)]
+        joined: list[Operation] = [Pass("B", "copy", 4 * k)]
+        of_pairs = self.kv_up.operations(run, split)
+        return of_queries.then(of_pairs).then(Operations([turned[1], self._assembled(run)], [*joined, *back]))
+
+    def _assembled(self, run: Execution) -> Pass:
+        """Keys and values put together from projected heads."""
+        pairs = self._heads(run, self.mla.nope_dim + self.mla.value_dim)
+        return Pass("F", "copy", pairs + 2 * self._sizes(run)[1], 4)
+
+    def _joined(self, run: Execution) -> Operations:
+        """The output cut to the width of values."""
+        if not self._cut:
+            return Operations([], [])
+        q, values = self._sizes(run)[0], self._heads(run, self.mla.value_dim)
+        return Operations([Pass("F", "copy", 2 * values)], [Pass("B", "copy", values + q)])
 
     def cached(self, tensor: int) -> int:
         """The latent vector and the rotated part of the keys, on every tensor rank."""

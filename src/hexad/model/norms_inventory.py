@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hexad.parallel.inventory import Execution, Parameter, Weight
+from hexad.parallel.inventory import Execution, Operation, Operations, Parameter, Pass, Weight, again
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,27 @@ class NormSpec:
 
     def _statistics(self, run: Execution, rows: int) -> int:
         return rows * run.wide * (1 if self.kind == "rms" else 2)
+
+    def operations(
+        self, run: Execution, nbytes: int, recomputed: bool = False, added: bool = False
+    ) -> Operations:
+        """Passes over an input of so many bytes. Sums over rows, for the weight's gradient, take a second
+        pass.
+
+        Args:
+            run: how the rank computes.
+            nbytes: of the input.
+            recomputed: the output is recomputed in the backward pass.
+            added: to the input a branch is added first, in the same function, whose result is kept.
+        """
+        alone = Pass("F", "norm", 2 * nbytes)
+        forward = alone._replace(nbytes=4 * nbytes) if added else alone
+        fused = self.kind == "layer" and not added  # one kernel of PyTorch's
+        streams, kernels = (3, 1) if fused else (7 if added else 5, 2)
+        gradient = Pass("B", "norm", streams * nbytes, kernels)
+        weights = [] if len(self.frozen) == len(self.parameters) else [Pass("B", "norm", 0)]
+        before: list[Operation] = [again(alone)] if recomputed else []
+        return Operations([forward], [*before, gradient, *weights * len(self.parameters)])
 
     def backward(self, run: Execution) -> int:
         """Bytes that backward needs, its result included, over ``[rows, width]`` of the residual stream."""

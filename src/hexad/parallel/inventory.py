@@ -241,7 +241,12 @@ class Product(NamedTuple):
 
     Attributes:
         action: ``F``, ``B`` or ``W``.
-        again: it repeats a product of the forward pass (attention's scores), which MFU does not count.
+        again: it repeats a product of the forward pass, which MFU does not count.
+        kernel: what computes it: a product of matrices, or a part of a fused attention kernel.
+        groups: matrices of one kernel over which rows are divided evenly: ``m`` in ``F`` and ``B``, ``k`` in
+            ``W``.
+        aside: a weight's gradient that is set aside, to be computed beside a later collective.
+        wide: of operands in float32 at least, whatever the model's format.
     """
 
     action: str
@@ -250,11 +255,117 @@ class Product(NamedTuple):
     k: int
     times: float = 1.0
     again: bool = False
+    kernel: Literal["product", "attention"] = "product"
+    groups: int = 1
+    aside: bool = False
+    wide: bool = False
 
     @property
     def flops(self) -> float:
         """FLOPs of all ``times`` products."""
         return 2.0 * self.m * self.n * self.k * self.times
+
+
+class Pass(NamedTuple):
+    """Functions whose time is that of their passes over memory: norms, activations, copies, sums.
+
+    Attributes:
+        action: ``F``, ``B`` or ``W``.
+        kind: ``norm``, ``activation``, ``rotation``, ``sum``, ``copy``, ``loss``, ``embedding``, ``routing``,
+            ``permutation`` or ``bias``.
+        nbytes: read and written, where pointwise functions are compiled.
+        kernels: launched.
+        again: it repeats a pass of the forward pass.
+    """
+
+    action: str
+    kind: str
+    nbytes: int
+    kernels: int = 1
+    again: bool = False
+
+
+class Collective(NamedTuple):
+    """A collective operation.
+
+    Attributes:
+        action: ``F``, ``B`` or ``W``.
+        axis: over which it runs.
+        operation: as :func:`hexad.comm.sent_bytes` names it, or ``exchange``: point to point, all that a rank
+            sends.
+        nbytes: of the whole tensor; of an ``exchange`` what the rank sends.
+        beside: how many of the products and passes that follow are computed before its result is needed.
+        meanwhile: products that were set aside are computed first.
+    """
+
+    action: str
+    axis: str
+    operation: str
+    nbytes: int
+    beside: int = 0
+    meanwhile: bool = False
+
+
+Operation = Product | Pass | Collective
+"""What a rank does in an action."""
+
+
+class Operations(NamedTuple):
+    """What a rank does with a microbatch, in order.
+
+    Attributes:
+        forward: all of action ``F``.
+        backward: of actions ``B`` and ``W``.
+        last: how many of the last ones in ``forward`` only make the result, and are not repeated in full
+            recompute.
+    """
+
+    forward: list[Operation]
+    backward: list[Operation]
+    last: int = 0
+
+    def then(self, following: Operations) -> Operations:
+        """These, followed in the forward pass by others."""
+        return Operations(
+            self.forward + following.forward, following.backward + self.backward, following.last
+        )
+
+    def of(self, action: str) -> list[Operation]:
+        """The operations of ``F``, ``B``, ``W`` or ``BW``. A product that is set aside is not deferred to
+        ``W``."""
+        if action == "F":
+            return self.forward
+        return [op for op in self.backward if _within(op, action)]
+
+    @property
+    def products(self) -> list[Product]:
+        """The matrix products of all actions."""
+        return [op for op in (*self.forward, *self.backward) if isinstance(op, Product)]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """The collectives of all actions."""
+        return [op for op in (*self.forward, *self.backward) if isinstance(op, Collective)]
+
+    def repeated(self) -> list[Operation]:
+        """The forward pass without what only makes its result, as ``B`` repeats it."""
+        kept = self.forward[: len(self.forward) - self.last]
+        return [again(op) for op in kept]
+
+
+def again(operation: Operation) -> Operation:
+    """An operation of the forward pass as the backward pass repeats it."""
+    if isinstance(operation, Collective):
+        return operation._replace(action="B")
+    return operation._replace(action="B", again=True)
+
+
+def _within(operation: Operation, action: str) -> bool:
+    """Whether a backward operation is one of ``B``, ``W`` or ``BW``."""
+    if action == "BW":
+        return True
+    aside = isinstance(operation, Product) and operation.aside
+    return (operation.action == action and not aside) or (aside and action == "B")
 
 
 class Moment(NamedTuple):
@@ -305,6 +416,9 @@ class Execution:
         gathers: keys and values are gathered over the other context ranks, else sent in rounds.
         exact: the forward pass computes by :mod:`hexad.parallel.exact`; the backward pass first repeats the
             usual functions.
+        chunks: of a tensor-parallel layer's forward pass, of which one is sent while the next is computed.
+        keys: tokens whose keys and values a rank sends in the rounds of a ring, and receives; None: those of
+            all tokens, to every other rank.
     """
 
     sequences: int
@@ -329,6 +443,8 @@ class Execution:
     ulysses: int = 1
     gathers: bool = False
     exact: bool = False
+    chunks: int = 1
+    keys: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> int:

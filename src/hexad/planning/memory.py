@@ -167,6 +167,7 @@ def execution(config: Config, layout: Layout, load: float | None = None) -> Exec
         ulysses=config.parallel.ulysses,
         gathers=config.parallel.context_method == "all_gather",
         exact=precision.exact,
+        chunks=1 if config.parallel.tensor_chunks == "auto" else config.parallel.tensor_chunks,
     )
 
 

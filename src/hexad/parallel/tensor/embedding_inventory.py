@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..exact_inventory import NORMALISER, function_bytes, product_bytes
-from ..inventory import Execution, Parameter, Product, Weight
+from ..inventory import Collective, Execution, Operation, Operations, Parameter, Pass, Product, Weight
 
 ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
 _FEWEST_ROWS = {2: 1024, 4: 256, 8: 256}  # of a slice of the loss: fewer make its products inefficient
@@ -58,6 +58,24 @@ class EmbeddingSpec:
         weight = _table("embedding.weight", self, "embedding")
         return (Parameter("embedding.weight", (weight,), tied=TIE if self.tied else ""),)
 
+    def operations(self, run: Execution) -> Operations:
+        """Rows looked up, summed over the ranks; their gradients added up in the table's."""
+        whole = run.whole(self.hidden)
+        forward: list[Operation] = [Pass("F", "embedding", 2 * whole)]
+        # Widened, and added to rows of the gradient.
+        backward: list[Operation] = [Pass("B", "embedding", whole + 4 * whole * run.gradient // run.byte, 2)]
+        if run.tensor == 1:
+            return Operations(forward, [] if self.frozen else backward)
+        # Rows of other ranks are 0, and so are their gradients.
+        forward.append(Pass("F", "embedding", 2 * whole))
+        backward.insert(0, Pass("B", "embedding", 2 * whole))
+        if not run.sequence:
+            forward.append(Collective("F", "tensor", "all_reduce", whole))
+            return Operations(forward, [] if self.frozen else backward)
+        forward.append(Collective("F", "tensor", "reduce_scatter", whole))
+        gather = Collective("B", "tensor", "all_gather", whole)
+        return Operations(forward, [] if self.frozen else [gather, *backward])
+
     def positions(self, run: Execution) -> int:
         """Bytes kept: row numbers, and whether a token's row is on this rank; with one rank nothing new."""
         return 9 * run.tokens if run.tensor > 1 else 0
@@ -104,6 +122,39 @@ class HeadSpec:
         vocab, hidden, tokens, share = self.vocab, self.hidden, run.tokens, 1 / run.tensor
         products = [self.logits(run), Product("F", tokens, hidden, vocab, share)]
         return products if self.frozen else [*products, Product("F", vocab, hidden, tokens, share)]
+
+    def operations(self, run: Execution) -> Operations:
+        """In ``F`` of every slice the logits, the loss and both gradients: the next slice is gathered and the
+        gradient of the one before is summed while a slice is computed. In ``B`` the gradient is scaled."""
+        columns, hidden, ranks = self.columns(run), self.hidden, run.tensor if run.sequence else 1
+        rows = -(-loss_rows(run.tokens, hidden, columns, run.byte) // ranks) * ranks
+        slices = [min(rows, run.tokens - first) for first in range(0, run.tokens, rows)]
+        over, operations = run.tensor > 1, list[Operation]()
+        if over and run.sequence:
+            operations.append(self._states(run, "all_gather", slices[0]))
+        for number, size in enumerate(slices):
+            logits = size * columns * run.byte
+            if over and run.sequence and number + 1 < len(slices):
+                beside = 7 - 2 * self.frozen
+                operations.append(self._states(run, "all_gather", slices[number + 1], beside))
+            operations += [Product("F", size, columns, hidden), Pass("F", "loss", 2 * logits, 2)]
+            if over:
+                sums = (size * run.wide, 2 * size * run.wide)
+                operations += [Collective("F", "tensor", "all_reduce", nbytes) for nbytes in sums]
+            operations += [Pass("F", "loss", 2 * logits), Product("F", size, hidden, columns)]
+            if over:
+                last = number + 1 == len(slices)
+                beside = (0 if self.frozen else 1) if last else 3
+                operation = "reduce_scatter" if run.sequence else "all_reduce"
+                operations.append(self._states(run, operation, size, beside))
+            if not self.frozen:
+                operations.append(Product("F", columns, hidden, size))
+        scaled: list[Operation] = [Pass("B", "loss", 2 * run.stream(hidden))]
+        return Operations(operations, scaled)
+
+    def _states(self, run: Execution, operation: str, rows: int, beside: int = 0) -> Collective:
+        """A collective of some tokens' hidden states."""
+        return Collective("F", "tensor", operation, rows * self.hidden * run.byte, beside)
 
     def columns(self, run: Execution) -> int:
         """Logits of a token on one rank, padding included."""

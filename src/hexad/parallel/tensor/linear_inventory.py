@@ -5,7 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..exact_inventory import parts_of, product_bytes
-from ..inventory import KV_AXES, Execution, Moment, Parameter, Product, Weight
+from ..inventory import (
+    KV_AXES,
+    Collective,
+    Execution,
+    Moment,
+    Operation,
+    Operations,
+    Parameter,
+    Pass,
+    Product,
+    Weight,
+)
 
 CHUNK, MOST_CHUNKS = 32 * 2**20, 4
 """Bytes, of all ranks, that are worth a message of their own: it takes several times what its start takes."""
@@ -74,22 +85,22 @@ class AdaptersSpec:
         """The features between all ``A`` and ``B`` of the adapters."""
         return self.kind.rank * len(self.outputs)
 
-    def products(self, run: Execution, local: int, widths: Mapping[str, int]) -> list[Product]:
-        """The products of ``A`` and ``B`` in each action, for ``local`` input features and output features
-        ``widths`` on a rank."""
+    def operations(self, run: Execution, local: int, widths: Mapping[str, int]) -> Operations:
+        """The products of ``A`` and ``B`` for ``local`` input features and output features ``widths`` on a
+        rank, the input gradient's before those of weights, and the mask's passes."""
         tokens, rank, every = run.tokens, self.kind.rank, self.width
-        products = [
-            Product("F", tokens, every, local),
-            Product("B", tokens, local, every),
-            Product("W", every, local, tokens),
-        ]
+        forward: list[Operation] = [Product("F", tokens, every, local)]
+        backward: list[Operation] = []
         for name in self.outputs:
-            products += [
-                Product("F", tokens, widths[name], rank),
-                Product("B", tokens, rank, widths[name]),
-                Product("W", widths[name], rank, tokens),
-            ]
-        return products
+            forward.append(Product("F", tokens, widths[name], rank))
+            backward.append(Product("B", tokens, rank, widths[name]))
+        backward.append(Product("B", tokens, local, every))
+        if self.kind.dropout:
+            forward.insert(0, Pass("F", "activation", 2 * run.whole(local)))
+            backward.append(Pass("B", "activation", 2 * run.whole(local)))
+        backward.append(Product("W", every, local, tokens))
+        backward += [Product("W", widths[name], rank, tokens) for name in self.outputs]
+        return Operations(forward, backward)
 
     def kept(self, run: Execution) -> int:
         """Bytes from forward to backward: what lies between ``A`` and ``B``."""
@@ -239,16 +250,99 @@ class LinearSpec:
 
     def products(self, run: Execution) -> list[Product]:
         """One of each matrix in each action, for frozen ones none in ``W``."""
-        run = self._execution(run)
-        inputs, _ = self.local(run)
-        products = []
-        for outputs in self._widths(run):
-            products += [Product("F", run.tokens, outputs, inputs), Product("B", run.tokens, inputs, outputs)]
-            products += [Product("W", outputs, inputs, run.tokens)] if self._own_trained else []
-        if self.adapters is None:
-            return products
-        widths = {name: self._width(name, run) for name in self.adapters.outputs}
-        return products + self.adapters.products(run, inputs, widths)
+        return self.operations(run, False).products
+
+    def operations(self, run: Execution, split: bool) -> Operations:
+        """What a rank does; with ``split`` weight gradients are actions of their own.
+
+        Column-parallel: the input is gathered (sequence parallel); its gradient is summed while the weight's
+        is computed, for which it is gathered again while the input's gradient is computed, or in ``W``.
+        Row-parallel: the output is summed; its gradient is gathered (sequence parallel).
+        """
+        over, run = (run.tensor > 1 and not self.replicated), self._execution(run)
+        forward, of_input, of_weights = self._computed(run, split)
+        if not over:
+            return Operations(forward, of_input + of_weights, len(forward))
+        whole = run.whole(self.features if self.row else self.inputs)
+        scatter = "reduce_scatter" if run.sequence else "all_reduce"
+        if self.row:
+            forward = self._summed(run, forward, scatter, whole)
+            gather = [Collective("B", "tensor", "all_gather", whole, meanwhile=True)] if run.sequence else []
+            return Operations(forward, [*gather, *of_input, *of_weights], len(forward))
+        again: list[Operation] = []
+        later = split and not self.dropping(run)
+        if run.sequence:
+            forward = self._gathered(run, forward, whole)
+            if self.trained:
+                again = [Collective("W" if later else "B", "tensor", "all_gather", whole, len(of_input))]
+        beside = 0 if split else len(of_weights)
+        reduce = Collective("B", "tensor", scatter, whole, beside, meanwhile=not run.sequence)
+        if later:
+            return Operations(forward, [*of_input, reduce, *again, *of_weights], len(forward))
+        return Operations(forward, [*again, *of_input, reduce, *of_weights], len(forward))
+
+    def _computed(
+        self, run: Execution, split: bool
+    ) -> tuple[list[Operation], list[Operation], list[Operation]]:
+        """Products and passes: forward, of the input's gradient, of weights' gradients."""
+        inputs, widths = self.local(run)[0], self._widths(run)
+        forward: list[Operation] = [Product("F", run.tokens, width, inputs) for width in widths]
+        of_input: list[Operation] = [Product("B", run.tokens, inputs, width) for width in widths]
+        of_weights: list[Operation] = []
+        if self._own_trained:
+            aside = self.set_aside(run, split)
+            of_weights = [Product("W", width, inputs, run.tokens, aside=aside) for width in widths]
+        if self.bias:
+            rows = run.stream(self.features) if self.row else 0
+            forward += [Pass("F", "bias", 2 * rows)] if self.row else []
+            sums = [rows] if self.row else [run.whole(width) for width in widths]
+            trained = any(not layer.matrix and not layer.frozen for layer in self.layers)
+            of_weights += [Pass("W", "bias", size, 2) for size in sums] if trained else []
+        if self.adapters is not None:
+            names = {name: self._width(name, run) for name in self.adapters.outputs}
+            added = self.adapters.operations(run, inputs, names)
+            forward += added.forward
+            of_input += [op for op in added.backward if op.action == "B"]
+            of_weights += [op for op in added.backward if op.action == "W"]
+        return forward, of_input, of_weights
+
+    def _chunks(self, run: Execution) -> list[int]:
+        """Rows of a rank in each chunk of the forward pass."""
+        rows = run.rows if run.sequence else run.tokens
+        whole = self.adapters is not None or run.fp8 or run.exact
+        count = 1 if whole else max(1, min(run.chunks, rows))
+        return [rows * (number + 1) // count - rows * number // count for number in range(count)]
+
+    def _gathered(self, run: Execution, computed: list[Operation], whole: int) -> list[Operation]:
+        """A forward pass that gathers its input: a chunk while the one before is multiplied."""
+        chunks = self._chunks(run)
+        parts = [whole * rows // run.rows for rows in chunks]
+        parts[-1] += whole - sum(parts)
+        if len(chunks) == 1:
+            return [Collective("F", "tensor", "all_gather", whole), *computed]
+        operations: list[Operation] = [Collective("F", "tensor", "all_gather", parts[0])]
+        for rows, following in zip(chunks, [*parts[1:], 0]):
+            if following:
+                operations.append(Collective("F", "tensor", "all_gather", following, len(computed)))
+            operations += [_of_rows(op, rows * run.tensor, run.tensor) for op in computed]
+        return operations
+
+    def _summed(self, run: Execution, computed: list[Operation], sum_: str, whole: int) -> list[Operation]:
+        """A forward pass that sums its output: a chunk while the next one is multiplied."""
+        chunks = self._chunks(run)
+        parts = [whole * rows // sum(chunks) for rows in chunks]
+        parts[-1] += whole - sum(parts)
+        products = [op for op in computed if not isinstance(op, Pass) or op.kind != "bias"]
+        added = [op for op in computed if isinstance(op, Pass) and op.kind == "bias"]
+        if len(chunks) == 1:
+            return [*products, Collective("F", "tensor", sum_, whole), *added]
+        operations: list[Operation] = []
+        ranks = run.tensor if run.sequence else 1
+        for number, (rows, size) in enumerate(zip(chunks, parts)):
+            operations += [_of_rows(op, rows * ranks, ranks) for op in products]
+            beside = len(products) if number < len(chunks) - 1 else 0
+            operations.append(Collective("F", "tensor", sum_, size, beside))
+        return [*operations, *added]
 
     def _width(self, name: str, run: Execution) -> int:
         """Features of one output on a rank."""
@@ -375,3 +469,9 @@ class LinearSpec:
         dropping = self.dropping(run) + (whole if self.dropping(run) else 0)  # of the gradient
         needed = before + max(self.eight_bits(run), whole + gathered + max(product, dropping))
         return Moment(needed, before + whole + gathered, self.matrices)
+
+
+def _of_rows(operation: Operation, rows: int, groups: int) -> Operation:
+    """A product of some of the rows, of so many ranks."""
+    assert isinstance(operation, Product)
+    return operation._replace(m=rows, groups=groups)

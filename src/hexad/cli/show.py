@@ -42,7 +42,7 @@ from hexad.show.memory import (
 )
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import Chart, read_timeline, schedule_figure, schedule_text
-from hexad.topology.devices import named_gpus
+from hexad.topology.devices import named_gpu, named_gpus
 from hexad.topology.layout import Layout
 
 from .options import json_option, print_json, split_settings
@@ -283,21 +283,24 @@ def planned(
 
 
 def device_of(text: str) -> Device:
-    """A GPU by name, or a size such as ``80GB``.
+    """A GPU by name or by the path of a hardware file, or a size such as ``80GB``.
 
     Raises:
         HexadError: it is neither.
     """
     from hexad.checkpoint.hugging_face.files import parse_size
 
-    known = named_gpus()
-    word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
-    if word in known:
-        gpu, usable = known[word]
+    if text.endswith((".yaml", ".yml")):
+        word = text
+    else:
+        word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
+    if (known := named_gpu(word)) is not None:
+        gpu, usable = known
         return Device(word, usable, gpu)
     if text[:1].isdigit() and not text.isdigit():
         return Device(text, parse_size(text, "--device"))
-    hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"
+    names = named_gpus()
+    hint = did_you_mean(word, names) or f"; known: {', '.join(names)}"
     raise HexadError(f"--device: found '{text}', expected a GPU or a size such as 80GB{hint}")
 
 

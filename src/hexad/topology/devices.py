@@ -1,9 +1,14 @@
-"""Hardware facts that need no torch: published figures of GPUs, and what this host's CPU has in hardware."""
+"""Hardware facts that need no torch: published figures of GPUs (from the files of :mod:`.hardware`), and what
+this host's CPU has in hardware."""
 
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from hexad.config import HexadError
+
+from .hardware import Hardware, hardware_named, hardware_names, read_hardware
 
 BF16_FROM, FP8_FROM = (8, 0), (8, 9)
 """Compute capabilities of the first NVIDIA GPUs with matrix units for a format: Ampere; Ada and Hopper."""
@@ -38,8 +43,9 @@ class Gpu:
         memory: GB that it is sold with -> GiB that programs can use, which is less: the driver keeps some,
             and error-correcting codes take their part. The smallest "total capacity" seen in out-of-memory
             errors that users of PyTorch (2.1 to 2.9) have published.
-        capability: NVIDIA's compute capability.
+        capability: compute capability as PyTorch reports it.
         attainable: what programs reach; None where nobody has measured it.
+        vendor: ``nvidia`` or ``amd``.
     """
 
     half: float
@@ -47,6 +53,7 @@ class Gpu:
     memory: dict[int, float]
     capability: tuple[int, int]
     attainable: Attainable | None = None
+    vendor: str = "nvidia"
 
     @property
     def bf16(self) -> bool:
@@ -55,40 +62,26 @@ class Gpu:
 
     @property
     def fp8(self) -> bool:
-        """Whether it multiplies e4m3 and e5m2 in hardware."""
-        return self.capability >= FP8_FROM
-
-
-_ATTENTION = 0.65
-"""Of the rate of products; 0.60 to 0.70 was measured on an H100."""
-_GPUS = {
-    "H100": Gpu(989e12, 67e12, {80: 79.1}, (9, 0), Attainable(798e12, _ATTENTION * 798e12, 3.0e12)),
-    "H100 PCIe": Gpu(756e12, 51e12, {80: 79.1}, (9, 0)),
-    "H100 NVL": Gpu(835e12, 60e12, {94: 93.0}, (9, 0)),
-    "H200": Gpu(989e12, 67e12, {141: 139.7}, (9, 0), Attainable(788e12, _ATTENTION * 788e12, 4.3e12)),
-    "H200 NVL": Gpu(836e12, 60e12, {141: 139.7}, (9, 0)),
-    "GH200": Gpu(989e12, 67e12, {96: 94.5}, (9, 0)),
-    "B200": Gpu(2250e12, 75e12, {180: 178.3}, (10, 0)),
-    "A100": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}, (8, 0)),
-    "A800": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}, (8, 0)),
-    "H800": Gpu(989e12, 67e12, {80: 79.1}, (9, 0)),
-    "L40S": Gpu(362e12, 91.6e12, {48: 44.3}, (8, 9)),
-    "L40": Gpu(181e12, 90.5e12, {48: 44.3}, (8, 9)),
-    "L4": Gpu(121e12, 30.3e12, {24: 22.0}, (8, 9)),
-    "A10": Gpu(125e12, 31.2e12, {24: 21.9}, (8, 6)),
-    "A10G": Gpu(70e12, 35e12, {24: 21.9}, (8, 6)),
-    "V100": Gpu(125e12, 15.7e12, {32: 31.7, 16: 15.7}, (7, 0)),
-    "T4": Gpu(65e12, 8.1e12, {16: 14.5}, (7, 5)),
-    "RTX 4090": Gpu(165e12, 82.6e12, {24: 23.5}, (8, 9)),
-    "RTX 3090": Gpu(71e12, 35.6e12, {24: 23.5}, (8, 6)),
-}
+        """Whether it multiplies e4m3 and e5m2 in hardware: AMD counts capabilities otherwise, and its first
+        such GPUs have other 8-bit formats."""
+        return self.vendor == "nvidia" and self.capability >= FP8_FROM
 
 
 def known_gpu(name: str) -> Gpu | None:
     """The kind of a GPU by its name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
-    words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_GPUS, key=len, reverse=True))})(?![A-Za-z0-9])"
-    match = re.search(words, name)
-    return _GPUS[match[1]] if match else None
+    kind = hardware_named(name)
+    return None if kind is None else _gpu(read_hardware(kind))
+
+
+def _gpu(hardware: Hardware) -> Gpu:
+    measured = hardware.measured
+    attainable = None
+    if measured is not None:
+        products = measured.products_tflops * 1e12
+        attainable = Attainable(products, measured.attention * products, measured.copies_gb_per_s * 1e9)
+    half, single = (hardware.peaks_tflops[peak] * 1e12 for peak in ("bf16", "fp32"))
+    memory = {int(sold): usable for sold, usable in hardware.memory_gib.items()}
+    return Gpu(half, single, memory, hardware.capability, attainable, hardware.vendor)
 
 
 def published_peaks(name: str) -> tuple[float, float] | None:
@@ -101,13 +94,39 @@ def named_gpus() -> dict[str, tuple[Gpu, int]]:
     """(GPU, bytes that programs can use) by name: ``h100``, ``h100-nvl``, ``a100-40gb``, ``a100`` (the
     largest)."""
     gpus: dict[str, tuple[Gpu, int]] = {}
-    for name, gpu in _GPUS.items():
-        word = name.lower().replace(" ", "-")
-        sizes = {f"{word}-{sold}gb": int(usable * 2**30) for sold, usable in gpu.memory.items()}
-        if len(sizes) == 1 and max(gpu.memory) < 80:  # the size adds nothing to the name
-            sizes = {word: max(sizes.values())}
-        gpus |= {name: (gpu, size) for name, size in {word: max(sizes.values()), **sizes}.items()}
+    for kind in hardware_names():
+        gpus |= _sizes(kind, _gpu(read_hardware(kind)))
     return gpus
+
+
+def named_gpu(name: str) -> tuple[Gpu, int] | None:
+    """A value of :func:`named_gpus`, or the GPU of a user's hardware file (``*.yaml``) with its largest
+    memory; reads one file. None for other names.
+
+    Raises:
+        HexadError: the file is damaged or incomplete, or not of a GPU.
+    """
+    if name.endswith((".yaml", ".yml")):
+        hardware = read_hardware(name)
+        for peak in ("bf16", "fp32"):
+            if peak not in hardware.peaks_tflops:
+                raise HexadError(f"{name}: peaks_tflops.{peak}: is missing; a GPU needs it here")
+        if not hardware.memory_gib:
+            raise HexadError(f"{name}: memory_gib: is missing; a GPU needs it here, such as {{80: 79.1}}")
+        gpu = _gpu(hardware)
+        return gpu, int(max(gpu.memory.values()) * 2**30)
+    known = hardware_names()
+    kind = next((kind for kind in (name, re.sub(r"-\d+gb$", "", name)) if kind in known), None)
+    return None if kind is None else _sizes(kind, _gpu(read_hardware(kind))).get(name)
+
+
+def _sizes(kind: str, gpu: Gpu) -> dict[str, tuple[Gpu, int]]:
+    """The names of a kind, with and without the size of its memory."""
+    sizes = {f"{kind}-{sold}gb": int(usable * 2**30) for sold, usable in gpu.memory.items()}
+    largest = max(sizes.values())
+    if len(sizes) == 1 and max(gpu.memory) < 80:  # the size adds nothing to the name
+        sizes = {}
+    return {name: (gpu, size) for name, size in {kind: largest, **sizes}.items()}
 
 
 def gpu_visible(devices: Path = Path("/dev")) -> bool:

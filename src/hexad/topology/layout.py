@@ -132,6 +132,15 @@ class Layout:
         members = list(_numbers(inside))
         return ([first + member for member in members] for first in _numbers(outside))
 
+    def digits(self, *axes: str) -> tuple[Digit, ...]:
+        """Degree and stride of each digit longer than 1 along ``axes``, fastest first: the first group of
+        :meth:`groups` without a list of its ranks.
+
+        Raises:
+            ValueError: as :meth:`groups`.
+        """
+        return tuple(self._digits_of(axes))
+
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that share every coordinate with ``rank`` but those along ``axes``, itself included."""
         self._check_rank(rank)

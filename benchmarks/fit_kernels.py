@@ -7,8 +7,8 @@
 models are those that the planner calls: :class:`hexad.planning.kernels.Kernels` and
 :func:`hexad.planning.links.in_domain_seconds`. Measurements are single runs with outliers: the loss is the
 mean of absolute errors of logarithms, each cut off at 0.5. Errors are cross-validated: constants fitted on
-one half of the shapes are compared with the other half, and vice versa. The constants that are written are fitted on both. Everything
-else in the files stays as it is.
+one half of the shapes are compared with the other half, and vice versa. The constants that are written are
+fitted on both. Everything else in the files stays as it is.
 """
 
 from __future__ import annotations

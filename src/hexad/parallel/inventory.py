@@ -247,6 +247,7 @@ class Product(NamedTuple):
             ``W``.
         aside: a weight's gradient that is set aside, to be computed beside a later collective.
         wide: of operands in float32 at least, whatever the model's format.
+        eight: of operands in 8 bits; a weight's gradient only where these are computed in 8 bits, too.
     """
 
     action: str
@@ -259,6 +260,7 @@ class Product(NamedTuple):
     groups: int = 1
     aside: bool = False
     wide: bool = False
+    eight: bool = False
 
     @property
     def flops(self) -> float:

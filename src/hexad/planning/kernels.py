@@ -125,7 +125,7 @@ class Kernels:
     def attention(
         self,
         action: Literal["forward", "backward"],
-        heads: int,
+        heads: float,
         length: int,
         width: int,
         dtype: Format,
@@ -140,7 +140,7 @@ class Kernels:
 
         Args:
             action: forward, or all three gradients.
-            heads: heads of all sequences: sequences x heads.
+            heads: heads of all sequences: sequences x heads; parts of one count by their pairs.
             length: queries of a sequence.
             width: of a head's queries and keys.
             dtype: of the inputs.

@@ -184,9 +184,10 @@ class _Traffic:
 def _traffic(operation: Collective, nbytes: float, group: Group, copies: float) -> _Traffic:
     """The traffic of a collective, which every rank of a domain shares equally.
 
-    A domain with ``local`` of ``size`` ranks lacks ``1 - local / size`` of a tensor that is gathered.
-    Parallel rings, one through each of its ranks' cards, bring that, and NVLink what other ranks of the
-    domain hold or have received. A reduce-scatter is the same in the opposite direction, an all-reduce both.
+    NCCL's rings pass through all ranks of a domain and then leave it, one ring through each of its ranks'
+    cards: all but the receiver's own part of a tensor that is gathered enters a domain, also what its other
+    ranks hold. Inside, the rings of a reduce-scatter are the same in the opposite direction; an all-reduce is
+    both.
     """
     size, local = group.size, group.local
     copied = copies * nbytes / size
@@ -199,7 +200,7 @@ def _traffic(operation: Collective, nbytes: float, group: Group, copies: float) 
         return _Traffic(nbytes * (local - 1) / size + copied, steps, nbytes * (size - local) / size)
     times = 2 if operation == "all_reduce" else 1
     inside = times * nbytes * (local - 1) / local + copied
-    return _Traffic(inside, times * steps, times * nbytes * (size - local) / size / local)
+    return _Traffic(inside, times * steps, times * nbytes * (size - 1) / size / local)
 
 
 def _inside(traffic: _Traffic, constants: CollectiveConstants) -> float:

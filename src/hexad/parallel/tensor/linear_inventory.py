@@ -285,13 +285,15 @@ class LinearSpec:
         self, run: Execution, split: bool
     ) -> tuple[list[Operation], list[Operation], list[Operation]]:
         """Products and passes: forward, of the input's gradient, of weights' gradients."""
-        inputs, widths = self.local(run)[0], self._widths(run)
-        forward: list[Operation] = [Product("F", run.tokens, width, inputs) for width in widths]
-        of_input: list[Operation] = [Product("B", run.tokens, inputs, width) for width in widths]
+        inputs, widths, eight = self.local(run)[0], self._widths(run), run.fp8
+        forward: list[Operation] = [Product("F", run.tokens, width, inputs, eight=eight) for width in widths]
+        of_input: list[Operation] = [Product("B", run.tokens, inputs, width, eight=eight) for width in widths]
         of_weights: list[Operation] = []
         if self._own_trained:
             aside = self.set_aside(run, split)
-            of_weights = [Product("W", width, inputs, run.tokens, aside=aside) for width in widths]
+            of_weights = [
+                Product("W", width, inputs, run.tokens, aside=aside, eight=eight) for width in widths
+            ]
         if self.bias:
             rows = run.stream(self.features) if self.row else 0
             forward += [Pass("F", "bias", 2 * rows)] if self.row else []

@@ -1,0 +1,149 @@
+"""Seconds of single operations of a job's ranks on a cluster. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from hexad.parallel.inventory import Collective, Pass, Product
+from hexad.topology.hardware.constants import Format
+
+from .implementation import Implementation
+from .job import Job
+from .kernels import Kernels
+from .links import Cluster, Group
+from .links import Collective as Kind
+
+DOMAIN, NETWORK = "domain", "network"
+"""Links: among the devices of a domain, and between domains."""
+
+
+class RankRates:
+    """Seconds of operations, as :class:`~hexad.planning.timeline.Rates` says.
+
+    Args:
+        job: whose operations they are.
+        cluster: on which it runs.
+        implementation: of what computes it.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, implementation: Implementation) -> None:
+        self.job, self.cluster, self.implementation = job, cluster, implementation
+        constants = cluster.hardware.constants
+        self.kernels = Kernels(cluster.hardware, in_step=True)
+        taken = constants.overlap.multiprocessors / cluster.hardware.multiprocessors
+        self.taken = min(0.5, taken)
+        host = constants.host
+        self.operator_seconds = host.operator_us * 1e-6 * implementation.calls * implementation.kernels
+        self.collective_seconds = host.collective_us * 1e-6
+        self.aside, self.beside = implementation.aside, implementation.tensor == "overlapped"
+        self._products: dict[Product, float] = {}
+        self._collectives: dict[tuple[str, str, int], tuple[float, str]] = {}
+
+    def product(self, product: Product) -> float:
+        """Seconds of matrix products; a weight gradient is added to its sum."""
+        plain = product._replace(again=False, aside=False)
+        seconds = self._products.get(plain)
+        if seconds is None:
+            seconds = self._products[plain] = self._product(plain)
+        return seconds
+
+    def _product(self, product: Product) -> float:
+        run, weights = self.job.run, product.action == "W"
+        result = 2.0 * run.gradient if weights else float(run.byte)
+        seconds = self.kernels.product(
+            product.m,
+            product.n,
+            product.k,
+            self._format(product),
+            groups=product.groups,
+            divided="k" if weights else "m",
+            result_bytes=result,
+        )
+        return seconds * product.times * self.implementation.products
+
+    def _format(self, product: Product) -> Format:
+        run = self.job.run
+        if product.eight and (product.action != "W" or run.fp8_weight_gradients):
+            return self.job.eight
+        byte = run.wide if product.wide else run.byte
+        return "bf16" if byte == 2 else "fp32" if byte == 4 else "fp64"
+
+    def attention(self, products: Sequence[Product]) -> float:
+        """Seconds of a fused attention kernel. Windows and documents count as fewer heads."""
+        scores, run = products[0], self.job.run
+        width, length = scores.k, scores.m
+        value = next((product.n for product in products if product.n != length), width)
+        forward = scores.action == "F"
+        heads = sum(product.flops for product in products) / length**2
+        heads /= (width + value) if forward else (3 * width + 2 * value)
+        format_: Format = "bf16" if run.byte == 2 else "fp32" if run.byte == 4 else "fp64"
+        if self.implementation.scores:
+            return self._unfused(forward, heads, length, width, value, format_)
+        seconds = self.kernels.attention(
+            "forward" if forward else "backward", heads, length, width, format_, value_width=value
+        )
+        if not forward and self.job.attention_again:
+            seconds += self.kernels.attention("forward", heads, length, width, format_, value_width=value)
+        return seconds * self.implementation.attention
+
+    def _unfused(
+        self, forward: bool, heads: float, length: int, width: int, value: int, format_: Format
+    ) -> float:
+        """Seconds of attention whose scores are in memory, of all pairs: batched products, masks, softmax,
+        dropout."""
+        count, product = max(1, round(heads)), self.kernels.product
+        once = product(count * length, length, width, format_, groups=count)
+        once += product(count * length, value, length, format_, groups=count)
+        once *= self.implementation.products
+        moved = self.kernels.passes(heads * length**2 * self.implementation.scores, 3)
+        times = 1 if forward else 3 if self.job.attention_again else 2
+        return times * (once + moved)
+
+    def passes(self, function: Pass) -> float:
+        """Seconds of passes over memory."""
+        factors = self.implementation
+        kernels = round(function.kernels * factors.kernels)
+        nbytes = function.nbytes * factors.passes
+        return self.kernels.passes(nbytes if self.job.run.compiled else nbytes * factors.uncompiled, kernels)
+
+    def collective(self, collective: Collective) -> tuple[float, str]:
+        """Seconds of a collective, and the link that it occupies."""
+        key = collective.axis, collective.operation, collective.nbytes
+        if key not in self._collectives:
+            self._collectives[key] = self._collective(*key)
+        return self._collectives[key]
+
+    def _collective(self, axis: str, operation: str, nbytes: int) -> tuple[float, str]:
+        group = self.groups[axis]
+        link = DOMAIN if group.domains == 1 else NETWORK
+        if operation == "exchange":  # a message in every round
+            rounds = max(1, group.size - 1)
+            pair = Group(2, 2, 1) if group.domains == 1 else Group(2, 1, 2)
+            return rounds * self.cluster.seconds("send", nbytes / rounds, pair), link
+        kind: Kind = operation  # type: ignore[assignment]
+        return self.cluster.seconds(kind, nbytes, group), link
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The ranks of collectives, by axis."""
+        layout, domain, run = self.job.layout, self.cluster.domain_size, self.job.run
+        groups = {axis: self.cluster.group(layout, axis) for axis in ("tensor", "context", "data")}
+        groups["gradient"] = self.cluster.group(layout, "context", "data")
+        groups["expert"] = self.cluster.group(layout, "expert_tensor", "expert")
+        groups["expert_data"] = self.cluster.group(layout, "expert_data")
+        groups["pipeline"] = self.cluster.group(layout, "pipeline")
+        digits = layout.digits("context")
+        if digits:
+            ((_, stride),) = digits
+            groups["ulysses"] = Group.of_digits(((run.ulysses, stride),), domain)
+            groups["ring"] = Group.of_digits(((run.ring, stride * run.ulysses),), domain)
+        return groups
+
+    def message(self, nbytes: int) -> float:
+        """Seconds of a message to the next pipeline rank."""
+        if self.job.layout.pipeline == 1:
+            return 0.0
+        ((_, stride),) = self.job.layout.digits("pipeline")
+        pair = Group.of_digits(((2, stride),), self.cluster.domain_size)
+        return self.cluster.seconds("send", nbytes, pair)

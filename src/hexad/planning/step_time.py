@@ -1,0 +1,229 @@
+"""How long a step takes: actions of every stage, the pipeline, reductions of gradients, the update. No torch.
+
+The pipeline's actions are placed in time by the very schedule that the executor carries out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hexad.model.inventory import StageSpec
+from hexad.parallel.inventory import Collective, Grid, Operations
+from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
+
+from .implementation import Implementation, implementation
+from .job import Job
+from .links import Cluster
+from .rates import RankRates
+from .timeline import ActionTime, action_time, layer_time
+
+KINDS = ("F", "B", "W", "BW")
+_NORM = 3
+"""Small collectives in which all ranks agree on the gradient norm."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted seconds of a step, on the pipeline rank that ends last.
+
+    Attributes:
+        total: of the step.
+        timeline: of the pipeline's actions; they take :attr:`Timeline.makespan` seconds.
+        actions: (stage, kind) -> the time of one action.
+        reduction: of gradients, after the last action.
+        update: of the optimizer, and of the norm.
+        weights: gathers of weights that nothing hides.
+        besides: of the implementation, per step.
+    """
+
+    total: float
+    timeline: Timeline
+    actions: dict[tuple[int, str], ActionTime]
+    reduction: float
+    update: float
+    weights: float
+    besides: float
+
+
+@dataclass
+class Predictor:
+    """Predicts the time of a job's step.
+
+    Attributes:
+        job: what is trained.
+        cluster: where.
+        system: by which implementation.
+    """
+
+    job: Job
+    cluster: Cluster
+    system: Implementation = field(default_factory=lambda: implementation("hexad"))
+
+    @cached_property
+    def rates(self) -> RankRates:
+        """Seconds of single operations."""
+        return RankRates(self.job, self.cluster, self.system)
+
+    def action(self, stage: StageSpec, kind: str, split: bool) -> ActionTime:
+        """An action of a stage, without what is sent over the data axis."""
+        job, rates = self.job, self.rates
+        total = ActionTime()
+        counts: Counter[tuple[int, bool]] = Counter()
+        layers: dict[tuple[int, bool], Operations] = {}
+        for layer in stage.layer_operations(job.run, job.recompute, split):
+            key = id(layer.forward), bool(layer.backward)  # layers of one kind share their operations
+            counts[key] += 1
+            layers[key] = layer
+        for key, count in counts.items():
+            total += layer_time(layers[key].of(kind), rates).times(count)
+        for part in (stage.before_layers(job.run), stage.after_layers(job.run)):
+            total += action_time(part.of(kind), rates)
+        return total
+
+    @cached_property
+    def actions(self) -> dict[tuple[int, str], ActionTime]:
+        """(stage, kind) -> time of the action, with the gathers and reductions that belong to it."""
+        job, split = self.job, self.job.schedule.split_backward
+        kinds = ("F", "B", "W", "BW") if split else ("F", "BW")
+        times: dict[tuple[int, str], ActionTime] = {}
+        alike: dict[tuple[object, ...], dict[str, ActionTime]] = {}
+        for number, stage in job.stages.items():
+            key = (len(stage.layers), stage.first, stage.last, stage.unreached, stage.blocks)
+            if key not in alike:
+                alike[key] = {kind: self._with_state(stage, kind, split) for kind in kinds}
+            times |= {(number, kind): time for kind, time in alike[key].items()}
+        return times
+
+    def _with_state(self, stage: StageSpec, kind: str, split: bool) -> ActionTime:
+        """An action, with what is sent over the data axis in every microbatch."""
+        time, job = self.action(stage, kind, split), self.job
+        if job.zero < 2 or job.layout.gradient_ranks == 1:
+            return time
+        sent = 0.0
+        last = 0.0
+        units = max(1, len(stage.layers))
+        for grid, elements in job.elements(stage).items():
+            axis = "gradient" if grid == "dense" else "expert_data"
+            if job.zero == 3 and kind != "W":
+                gather = self._state_seconds("all_gather", axis, elements * job.run.byte, units)
+                sent += gather
+                last = max(last, gather / units)  # the first layer's has nothing beside it
+            if kind in ("BW", "W"):
+                reduce = self._state_seconds("reduce_scatter", axis, elements * job.run.reduced, units)
+                sent += reduce
+                last = max(last, reduce / units)
+        hidden = self.system.weights == "overlapped"
+        longer = max(time.device, sent) + last if hidden else time.device + sent
+        exposed = {**time.exposed, "data": time.exposed.get("data", 0.0) + longer - time.device}
+        calls = 2 * units * self.rates.collective_seconds
+        return time._replace(device=longer, exposed=exposed, host=time.host + calls)
+
+    def _state_seconds(self, operation: str, axis: str, nbytes: float, parts: int) -> float:
+        """Seconds of a collective of parameters or gradients, in so many parts."""
+        if nbytes == 0:
+            return 0.0
+        part = Collective("", axis, operation, int(nbytes / parts))
+        return parts * self.rates.collective(part)[0]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The pipeline's actions in time."""
+        job = self.job
+        seconds = {kind: [self._seconds(stage, kind) for stage in job.stages] for kind in KINDS}
+        message = self.rates.message(job.run.stream(job.model.settings.hidden))
+        exposed = message if self.system.messages == "exposed" else 0.0
+        durations = [
+            [
+                seconds[action.kind][action.stage] + exposed * (job.schedule.sent(action) is not None)
+                for action in rank
+            ]
+            for rank in job.schedule.ranks
+        ]
+        nothing = (0.0,) * len(job.stages)
+        costs = Costs(nothing, nothing, nothing, transfer=message)
+        return simulate(job.schedule, costs, durations)
+
+    def _seconds(self, stage: int, kind: str) -> float:
+        time = self.actions.get((stage, kind))
+        return 0.0 if time is None else time.seconds
+
+    @cached_property
+    def step(self) -> StepTime:
+        """The step."""
+        timeline = self.timeline
+        ends = [self._reduced(rank) for rank in range(self.job.schedule.pipeline)]
+        reduced = max(ends)
+        update = max(self._update(rank) for rank in range(self.job.schedule.pipeline))
+        weights = max(self._gathered(rank) for rank in range(self.job.schedule.pipeline))
+        besides = self.system.step_us * 1e-6
+        total = reduced + update + weights + besides
+        return StepTime(total, timeline, self.actions, reduced - timeline.makespan, update, weights, besides)
+
+    def _reduced(self, rank: int) -> float:
+        """When a pipeline rank's gradients are reduced."""
+        job, schedule = self.job, self.job.schedule
+        times = self.timeline.times[rank]
+        end = times[-1][1]
+        groups = self.rates.groups["gradient"], self.rates.groups["expert_data"]
+        if job.zero >= 2 or not any(group.size > 1 for group in groups):
+            return end
+        lasts = {
+            action.stage: place for place, action in enumerate(schedule.ranks[rank]) if action.kind != "F"
+        }
+        free = 0.0
+        for stage, place in sorted(lasts.items(), key=lambda item: item[1]):
+            begin, finish = times[place]
+            seconds, parts = self._reduction(job.stages[stage])
+            if self.system.gradients == "exposed":
+                free = max(free, end) + seconds
+            else:  # buckets are complete one after the other
+                first = begin + (finish - begin) / parts
+                free = max(max(first, free) + seconds, finish + seconds / parts)
+        return max(end, free)
+
+    def _reduction(self, stage: StageSpec) -> tuple[float, int]:
+        """Seconds of reducing a stage's gradients once, and the number of buckets."""
+        job, seconds, most = self.job, 0.0, 1
+        for grid, elements in job.elements(stage).items():
+            nbytes = elements * job.run.reduced
+            parts = max(1, round(nbytes / job.bucket))
+            axis = "gradient" if grid == "dense" else "expert_data"
+            operation = "reduce_scatter" if job.zero else "all_reduce"
+            seconds += self._state_seconds(operation, axis, nbytes, parts)
+            most = max(most, parts)
+        return seconds, most
+
+    def _shard(self, rank: int, grid: Grid) -> float:
+        """Elements that a rank updates."""
+        job = self.job
+        stages = [job.stages[stage] for stage in job.schedule.stages_of(rank)]
+        return sum(job.elements(stage)[grid] for stage in stages) / job.shards(grid)
+
+    def _update(self, rank: int) -> float:
+        job, rates = self.job, self.rates
+        grids: tuple[Grid, ...] = ("dense", "expert")
+        elements = sum(self._shard(rank, grid) for grid in grids)
+        buckets = max(1, round(elements * job.run.gradient / job.bucket))
+        update = rates.kernels.passes(elements * job.update, 2 * buckets)
+        everyone = Collective("", "pipeline", "all_reduce", 4), Collective("", "gradient", "all_reduce", 4)
+        norm = sum(rates.collective(one)[0] for one in everyone)
+        return update + norm + _NORM * rates.collective_seconds
+
+    def _gathered(self, rank: int) -> float:
+        """Seconds of gathering updated weights that neither the update nor the first forward pass hides."""
+        job = self.job
+        if job.zero not in (1, 2):
+            return 0.0
+        seconds = 0.0
+        stages = job.schedule.stages_of(rank)
+        for stage in stages:
+            for grid, elements in job.elements(job.stages[stage]).items():
+                nbytes = elements * job.run.byte
+                axis = "gradient" if grid == "dense" else "expert_data"
+                seconds += self._state_seconds("all_gather", axis, nbytes, max(1, round(nbytes / job.bucket)))
+        if self.system.weights == "exposed":
+            return seconds
+        beside = self.timeline.times[rank][0][0] + sum(self._seconds(stage, "F") for stage in stages)
+        return max(0.0, seconds - beside)

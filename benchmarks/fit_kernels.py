@@ -7,8 +7,8 @@
 models are those that the planner calls: :class:`hexad.planning.kernels.Kernels` and
 :func:`hexad.planning.links.in_domain_seconds`. Measurements are single runs with outliers: the loss is the
 mean of absolute errors of logarithms, each cut off at 0.5. Errors are cross-validated: constants fitted on
-one half of the shapes are compared with the other half, and vice versa. The constants that are written are fitted on both. Everything
-else in the files stays as it is.
+one half of the shapes are compared with the other half, and vice versa. The constants that are written are
+fitted on both. Everything else in the files stays as it is.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
     """How many times longer the products of experts take than their tiles, and the errors of experts with it.
 
     Of the times for one shape the best is used: kernels differ by up to four times, and training uses good
-    ones. Shapes with experts on other GPUs, narrow ones and those with few rows are left out.
+    ones. Shapes with experts on other GPUs, narrow ones, those with few rows and those that were measured
+    once (all of the A100, at a third of the usual rate) are left out.
     """
     name = KINDS[hardware.names[0].lower()]
     rows = []
@@ -195,7 +196,8 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
             key: int(line[key]) for key in ("tokens", "hidden", "ffn", "topk", "experts", "tp", "ep", "gated")
         }
         count, experts = numbers["tokens"] * numbers["topk"], numbers["experts"]
-        if numbers["ep"] == 1 and numbers["ffn"] >= 512 * numbers["tp"] and count >= 128 * experts:
+        tuned = int(line["n"]) > 1 and numbers["ep"] == 1
+        if tuned and numbers["ffn"] >= 512 * numbers["tp"] and count >= 128 * experts:
             rows.append((numbers, count, experts, float(line["ms_best"]) / 1e3))
 
     def seconds(factor: float, row: tuple[dict[str, int], int, int, float]) -> float:
@@ -223,7 +225,7 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
         for seen, other in (halves, halves[::-1])
         for row, error in zip(other, errors(best(seen), other))
     ]
-    factor = best(sample)
+    factor = best(sample) if sample else 1.0
     return factor, Fit([factor], unseen)
 
 
@@ -301,7 +303,7 @@ def collective_rows(path: Path) -> dict[tuple[str, str], list[Row]]:
             )
     for text in (path / "nccl_all_reduce.jsonl").read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        if line["gpu"].startswith("V100"):
+        if line["gpu"].startswith("V100") and line["n_gpus"] == 8:  # fewer lack some of the links
             shape = (line["n_gpus"], line["size_bytes"])
             rows["V100", "all_reduce"].append(Row(shape, shape[1], 1.0, line["out_of_place_us"] / 1e6))
     return rows
@@ -413,9 +415,11 @@ def updated(hardware: Hardware, groups: dict[str, dict[str, Any]]) -> Hardware:
 
 def with_grouped(hardware: Hardware, gpu: str, path: Path) -> Hardware:
     """With the constants of grouped products, printing their errors."""
-    entries = {}
+    entries = dict(hardware.constants.products)
     for dtype, entry in hardware.constants.products.items():
         factor, fit = grouped_ratio(hardware, dtype, path)
+        if not fit.errors:
+            continue
         print(table("experts", f"{gpu} {dtype} x {factor:.2f}", fit), flush=True)
         entries[dtype] = entry.model_copy(update={"grouped": factor})
     return updated(hardware, {"products": entries})

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from hexad.planning.kernels import Kernels
+from hexad.planning.kernels import BYTES, Kernels
 from hexad.planning.links import in_domain_seconds
 from hexad.topology import hardware as package
 from hexad.topology.hardware import (
@@ -208,7 +208,11 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
         parts = 1 + shape["gated"]
         up = kernels.product(count, parts * inner, hidden, dtype, groups=experts)
         down = kernels.product(count, hidden, inner, dtype, groups=experts)
-        moved = 2.0 * count * (3 * hidden + (parts + 1) * inner) + 2.0 * shape["tokens"] * hidden
+        narrow = BYTES[dtype]  # of rows that are permuted and of activations; sums and results are bf16
+        moved = (
+            count * ((2 * narrow + 2) * hidden + (2 * parts + narrow) * inner)
+            + 2.0 * shape["tokens"] * hidden
+        )
         return up + down + kernels.passes(moved, 4)
 
     def errors(factor: float, some: Sequence[Any]) -> list[float]:
@@ -218,6 +222,8 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
         candidates = [1.0 + 0.02 * step for step in range(60)]
         return min(candidates, key=lambda factor: abs(float(np.median(errors(factor, some)))))
 
+    if not rows:
+        return 1.0, Fit([1.0], [])
     sample = Random(2).sample(rows, min(400, len(rows)))
     halves = sample[::2], sample[1::2]
     unseen = [
@@ -225,7 +231,7 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
         for seen, other in (halves, halves[::-1])
         for row, error in zip(other, errors(best(seen), other))
     ]
-    factor = best(sample) if sample else 1.0
+    factor = best(sample)
     return factor, Fit([factor], unseen)
 
 

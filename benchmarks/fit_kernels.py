@@ -80,13 +80,13 @@ class Model:
     Attributes:
         seconds: of a shape, for constants.
         names: of the constants.
-        start: values from which the search starts.
+        starts: values from which searches start.
         most: the largest value of each.
     """
 
     seconds: Callable[[Sequence[float]], Callable[[tuple[Any, ...]], float]]
     names: Sequence[str]
-    start: Sequence[float]
+    starts: Sequence[Sequence[float]]
     most: Sequence[float]
 
 
@@ -105,11 +105,14 @@ def fitted(model: Model, rows: Sequence[Row], restarts: int = 3) -> list[float]:
         outside = np.maximum(point - np.log(most), 0).sum() + np.maximum(-12.0 - point, 0).sum()
         return error / total + 0.01 * float(outside)
 
-    point = np.log(np.array(model.start))
-    for _ in range(restarts):
-        options = {"maxiter": 100 * len(point), "adaptive": True, "xatol": 1e-3, "fatol": 1e-6}
-        point = minimize(loss, point, method="Nelder-Mead", options=options).x
-    return list(constants(point).tolist())
+    options = {"maxiter": 100 * len(most), "adaptive": True, "xatol": 1e-3, "fatol": 1e-6}
+    points = []
+    for start in model.starts:
+        point = np.log(np.array(start))
+        for _ in range(restarts):
+            point = minimize(loss, point, method="Nelder-Mead", options=options).x
+        points.append(point)
+    return list(constants(min(points, key=loss)).tolist())
 
 
 class Fit(NamedTuple):
@@ -160,7 +163,7 @@ def product_model(hardware: Hardware, dtype: Any) -> Model:
     most = (peak, 30, 1, 2000, 20000, 1, 1, 1, 1e5, 20, 20)
     if dtype != "bf16":
         start, most = (start[0], 2.0, *start[2:]), (most[0], START, *most[2:])
-    return Model(seconds, names, start[: len(names)], most[: len(names)])
+    return Model(seconds, names, [start[: len(names)]], most[: len(names)])
 
 
 def product_names(dtype: str) -> tuple[str, ...]:
@@ -257,7 +260,7 @@ def attention_model(hardware: Hardware, dtype: Any, widths: Sequence[int]) -> Mo
     peaks = [(hardware.peak(dtype) or 0) / 4 / width / 1e12 for width in widths]
     start = (*(0.6 * peak for peak in peaks), 8.0, 0.8, 200.0, 0.5)
     names = (*(f"width {width}" for width in widths), "start_us", "bandwidth", "padding", "tail")
-    return Model(seconds, names, start, (*peaks, 50, 1, 4000, 1))
+    return Model(seconds, names, [start], (*peaks, 50, 1, 4000, 1))
 
 
 def attention_rows(path: Path) -> dict[tuple[str, str], list[Row]]:
@@ -295,7 +298,8 @@ def collective_model(hardware: Hardware, operation: Any) -> Model:
         return lambda shape: in_domain_seconds(operation, *shape, constants)
 
     link = hardware.link_gb_per_s
-    return Model(seconds, COLLECTIVE, (6.0, 1.0, 0.75 * link, 0.4, 0.45, 10.0), (100, 20, link, 2, 1, 100))
+    starts = [(6.0, 1.0, 0.75 * link, copies, low, 10.0) for copies in (0.3, 0.9) for low in (0.1, 0.45)]
+    return Model(seconds, COLLECTIVE, starts, (100, 20, link, 2, 1, 100))
 
 
 def collective_rows(path: Path) -> dict[tuple[str, str], list[Row]]:

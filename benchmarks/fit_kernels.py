@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from hexad.planning.kernels import Kernels
+from hexad.planning.kernels import BYTES, Kernels
 from hexad.planning.links import in_domain_seconds
 from hexad.topology import hardware as package
 from hexad.topology.hardware import (
@@ -80,13 +80,13 @@ class Model:
     Attributes:
         seconds: of a shape, for constants.
         names: of the constants.
-        start: values from which the search starts.
+        starts: values from which searches start.
         most: the largest value of each.
     """
 
     seconds: Callable[[Sequence[float]], Callable[[tuple[Any, ...]], float]]
     names: Sequence[str]
-    start: Sequence[float]
+    starts: Sequence[Sequence[float]]
     most: Sequence[float]
 
 
@@ -105,11 +105,14 @@ def fitted(model: Model, rows: Sequence[Row], restarts: int = 3) -> list[float]:
         outside = np.maximum(point - np.log(most), 0).sum() + np.maximum(-12.0 - point, 0).sum()
         return error / total + 0.01 * float(outside)
 
-    point = np.log(np.array(model.start))
-    for _ in range(restarts):
-        options = {"maxiter": 100 * len(point), "adaptive": True, "xatol": 1e-3, "fatol": 1e-6}
-        point = minimize(loss, point, method="Nelder-Mead", options=options).x
-    return list(constants(point).tolist())
+    options = {"maxiter": 100 * len(most), "adaptive": True, "xatol": 1e-3, "fatol": 1e-6}
+    points = []
+    for start in model.starts:
+        point = np.log(np.array(start))
+        for _ in range(restarts):
+            point = minimize(loss, point, method="Nelder-Mead", options=options).x
+        points.append(point)
+    return list(constants(min(points, key=loss)).tolist())
 
 
 class Fit(NamedTuple):
@@ -160,7 +163,7 @@ def product_model(hardware: Hardware, dtype: Any) -> Model:
     most = (peak, 30, 1, 2000, 20000, 1, 1, 1, 1e5, 20, 20)
     if dtype != "bf16":
         start, most = (start[0], 2.0, *start[2:]), (most[0], START, *most[2:])
-    return Model(seconds, names, start[: len(names)], most[: len(names)])
+    return Model(seconds, names, [start[: len(names)]], most[: len(names)])
 
 
 def product_names(dtype: str) -> tuple[str, ...]:
@@ -184,7 +187,8 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
     """How many times longer the products of experts take than their tiles, and the errors of experts with it.
 
     Of the times for one shape the best is used: kernels differ by up to four times, and training uses good
-    ones. Shapes with experts on other GPUs, narrow ones and those with few rows are left out.
+    ones. Shapes with experts on other GPUs, narrow ones, those with few rows and those that were measured
+    once (all of the A100, at a third of the usual rate) are left out.
     """
     name = KINDS[hardware.names[0].lower()]
     rows = []
@@ -195,7 +199,8 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
             key: int(line[key]) for key in ("tokens", "hidden", "ffn", "topk", "experts", "tp", "ep", "gated")
         }
         count, experts = numbers["tokens"] * numbers["topk"], numbers["experts"]
-        if numbers["ep"] == 1 and numbers["ffn"] >= 512 * numbers["tp"] and count >= 128 * experts:
+        tuned = int(line["n"]) > 1 and numbers["ep"] == 1
+        if tuned and numbers["ffn"] >= 512 * numbers["tp"] and count >= 128 * experts:
             rows.append((numbers, count, experts, float(line["ms_best"]) / 1e3))
 
     def seconds(factor: float, row: tuple[dict[str, int], int, int, float]) -> float:
@@ -206,7 +211,11 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
         parts = 1 + shape["gated"]
         up = kernels.product(count, parts * inner, hidden, dtype, groups=experts)
         down = kernels.product(count, hidden, inner, dtype, groups=experts)
-        moved = 2.0 * count * (3 * hidden + (parts + 1) * inner) + 2.0 * shape["tokens"] * hidden
+        narrow = BYTES[dtype]  # of rows that are permuted and of activations; sums and results are bf16
+        moved = (
+            count * ((2 * narrow + 2) * hidden + (2 * parts + narrow) * inner)
+            + 2.0 * shape["tokens"] * hidden
+        )
         return up + down + kernels.passes(moved, 4)
 
     def errors(factor: float, some: Sequence[Any]) -> list[float]:
@@ -216,6 +225,8 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
         candidates = [1.0 + 0.02 * step for step in range(60)]
         return min(candidates, key=lambda factor: abs(float(np.median(errors(factor, some)))))
 
+    if not rows:
+        return 1.0, Fit([1.0], [])
     sample = Random(2).sample(rows, min(400, len(rows)))
     halves = sample[::2], sample[1::2]
     unseen = [
@@ -249,7 +260,7 @@ def attention_model(hardware: Hardware, dtype: Any, widths: Sequence[int]) -> Mo
     peaks = [(hardware.peak(dtype) or 0) / 4 / width / 1e12 for width in widths]
     start = (*(0.6 * peak for peak in peaks), 8.0, 0.8, 200.0, 0.5)
     names = (*(f"width {width}" for width in widths), "start_us", "bandwidth", "padding", "tail")
-    return Model(seconds, names, start, (*peaks, 50, 1, 4000, 1))
+    return Model(seconds, names, [start], (*peaks, 50, 1, 4000, 1))
 
 
 def attention_rows(path: Path) -> dict[tuple[str, str], list[Row]]:
@@ -287,7 +298,8 @@ def collective_model(hardware: Hardware, operation: Any) -> Model:
         return lambda shape: in_domain_seconds(operation, *shape, constants)
 
     link = hardware.link_gb_per_s
-    return Model(seconds, COLLECTIVE, (6.0, 1.0, 0.75 * link, 0.4, 0.45, 10.0), (100, 20, link, 2, 1, 100))
+    starts = [(6.0, 1.0, 0.75 * link, copies, low, 10.0) for copies in (0.3, 0.9) for low in (0.1, 0.45)]
+    return Model(seconds, COLLECTIVE, starts, (100, 20, link, 2, 1, 100))
 
 
 def collective_rows(path: Path) -> dict[tuple[str, str], list[Row]]:
@@ -301,7 +313,7 @@ def collective_rows(path: Path) -> dict[tuple[str, str], list[Row]]:
             )
     for text in (path / "nccl_all_reduce.jsonl").read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        if line["gpu"].startswith("V100"):
+        if line["gpu"].startswith("V100") and line["n_gpus"] == 8:  # fewer lack some of the links
             shape = (line["n_gpus"], line["size_bytes"])
             rows["V100", "all_reduce"].append(Row(shape, shape[1], 1.0, line["out_of_place_us"] / 1e6))
     return rows
@@ -413,9 +425,11 @@ def updated(hardware: Hardware, groups: dict[str, dict[str, Any]]) -> Hardware:
 
 def with_grouped(hardware: Hardware, gpu: str, path: Path) -> Hardware:
     """With the constants of grouped products, printing their errors."""
-    entries = {}
+    entries = dict(hardware.constants.products)
     for dtype, entry in hardware.constants.products.items():
         factor, fit = grouped_ratio(hardware, dtype, path)
+        if not fit.errors:
+            continue
         print(table("experts", f"{gpu} {dtype} x {factor:.2f}", fit), flush=True)
         entries[dtype] = entry.model_copy(update={"grouped": factor})
     return updated(hardware, {"products": entries})

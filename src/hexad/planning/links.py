@@ -8,7 +8,7 @@ alone; beside computation it takes ``constants.overlap.slowdown`` times as long.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
@@ -55,35 +55,34 @@ class Group:
     @classmethod
     def strided(cls, size: int, stride: int, domain: int) -> Group:
         """``size`` ranks, each ``stride`` after the one before, from rank 0."""
-        return cls.of_digits(((size, stride),), domain)
+        aligned = cls._aligned(((size, stride),), domain)
+        return aligned or cls.of_ranks(range(0, size * stride, stride), domain)
 
     @classmethod
-    def of_axes(cls, layout: Layout, axes: Iterable[str], domain: int) -> Group:
-        """The group of rank 0 along axes of a layout (see :meth:`~hexad.topology.layout.Layout.groups`)."""
-        return cls.of_digits(layout.digits(*axes), domain)
+    def of_axes(cls, layout: Layout, axes: Sequence[str], domain: int) -> Group:
+        """The slowest of the groups along axes of a layout: where domains do not divide groups evenly, one in
+        the most domains, and of those one with the fewest ranks in a domain. Lists ranks only then."""
+        aligned = cls._aligned(layout.digits(*axes), domain)
+        if aligned is not None:
+            return aligned
+        groups = {cls.of_ranks(ranks, domain) for ranks in layout.iter_groups(*axes)}
+        return max(groups, key=lambda group: (group.domains, -group.local))
 
     @classmethod
-    def of_digits(cls, digits: Iterable[tuple[int, int]], domain: int) -> Group:
-        """The group of rank 0 from (degree, stride) pairs: without a list of ranks where domains divide it
-        evenly."""
-        digits = tuple(digits)
+    def _aligned(cls, digits: Iterable[tuple[int, int]], domain: int) -> Group | None:
+        """The group of (degree, stride) pairs; None unless domains divide all such groups evenly."""
         size, local = 1, 1
         for degree, stride in digits:
             size *= degree
-            if degree * stride <= domain and domain % (degree * stride) == 0:
+            if degree == 1 or stride % domain == 0:
+                continue
+            if domain % (degree * stride) == 0:
                 local *= degree
-            elif domain % stride == 0 and stride < domain and degree * stride % domain == 0:
+            elif domain % stride == 0 and degree * stride % domain == 0:
                 local *= domain // stride
-            elif stride % domain:
-                return cls.of_ranks(_ranks(digits), domain)
+            else:
+                return None
         return cls(size, local, size // local)
-
-
-def _ranks(digits: Iterable[tuple[int, int]]) -> list[int]:
-    ranks = [0]
-    for degree, stride in digits:
-        ranks = [rank + place * stride for place in range(degree) for rank in ranks]
-    return ranks
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Cluster:
         return (self.network or typical) * self.hardware.constants.network.efficiency
 
     def group(self, layout: Layout, *axes: str) -> Group:
-        """The ranks of a collective along axes of a layout."""
+        """The slowest of the groups along axes of a layout."""
         return Group.of_axes(layout, axes, self.domain_size)
 
     def seconds(self, operation: Collective, nbytes: float, group: Group) -> float:

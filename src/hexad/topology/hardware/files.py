@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hexad.config import ConfigError, HexadError, Wording, did_you_mean, one_line
+from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names, one_line
 from hexad.config.load import read_yaml
 
 from .constants import AttentionConstants, CollectiveConstants, Constants, ProductConstants
@@ -101,6 +101,7 @@ def _parse(path: Path) -> Hardware:
     if not isinstance(tree, dict):
         raise HexadError(f"{path}: found {tree!r:.40}, expected a mapping with names, peaks_tflops, ...")
     try:
+        _check_keys(tree)
         hardware = Hardware.model_validate(tree)
         _check(hardware)
     except ValidationError as error:
@@ -108,6 +109,15 @@ def _parse(path: Path) -> Hardware:
     except ConfigError as error:
         raise HexadError(f"{path}: {error}") from None
     return hardware
+
+
+def _check_keys(tree: dict[str, Any]) -> None:
+    """Refuse an unknown key before the one that it may stand for is missed."""
+    known = key_names(Hardware)
+    for key in tree:
+        if key not in known:
+            hint = did_you_mean(key, known) or f"; known: {', '.join(known)}"
+            raise ConfigError(key, f"unknown key{hint}")
 
 
 def _check(hardware: Hardware) -> None:

@@ -43,10 +43,10 @@ def simple(copies: float = 0.0, start: float = 0.0, hop: float = 0.0) -> Hardwar
         ("all_reduce", Group(4, 1, 4), 0, 24),
         ("all_to_all", Group(4, 1, 4), 0, 12),
         ("send", Group(2, 1, 2), 0, 16),
-        # 8 ranks in each of 4 domains: a domain lacks 12 GB, which 8 cards bring
-        ("all_gather", Group(32, 8, 4), 14, 1.5),
-        ("reduce_scatter", Group(32, 8, 4), 14, 1.5),
-        ("all_reduce", Group(32, 8, 4), 28, 3),
+        # 8 ranks in each of 4 domains: rings through 8 cards bring all but the receiver's 0.5 GB
+        ("all_gather", Group(32, 8, 4), 14, 15.5 / 8),
+        ("reduce_scatter", Group(32, 8, 4), 14, 15.5 / 8),
+        ("all_reduce", Group(32, 8, 4), 28, 31 / 8),
         ("all_to_all", Group(32, 8, 4), 3.5, 12),
         ("broadcast", Group(32, 8, 4), 16, 2),
     ],

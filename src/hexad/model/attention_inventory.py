@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 from hexad.parallel.context.rounds import SCORES
@@ -276,7 +277,7 @@ class AttentionSpec(AttentionCoreSpec):
         """The module's name, from the stage's root."""
         return f"{self.layer.prefix}attention"
 
-    @property
+    @cached_property
     def qkv(self) -> LinearSpec:
         """The fused projections of queries, keys and values."""
         queries, keys = self.heads * self.width, self.kv_heads * self.width
@@ -285,17 +286,17 @@ class AttentionSpec(AttentionCoreSpec):
         linear = self.layer.projection(f"{self.name}.qkv", outputs, self.qkv_bias)
         return replace(linear, copied=copied, copies=self.copies)
 
-    @property
+    @cached_property
     def out(self) -> LinearSpec:
         """The projection back into the residual stream."""
         return self.layer.projection_back(f"{self.name}.out", self.heads * self.width, self.out_bias)
 
-    @property
+    @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The linear layers in the order of the forward pass."""
         return self.qkv, self.out
 
-    @property
+    @cached_property
     def head_norms(self) -> tuple[NormSpec, ...]:
         """The norms of query heads and of key heads; every tensor rank normalises its own heads."""
         if self.norm_eps is None:
@@ -304,7 +305,7 @@ class AttentionSpec(AttentionCoreSpec):
         sizes = self.width, self.norm_eps, True, self.layer.unit, self.layer.frozen
         return tuple(NormSpec(name, "rms", *sizes) for name in names)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters in the order of the module."""
         norms = (parameter for norm in self.head_norms for parameter in norm.parameters)

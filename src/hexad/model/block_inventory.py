@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from hexad.parallel.inventory import Execution, Kept, Moment, Operations, Parameter, Pass, Product
@@ -172,12 +173,12 @@ class BlockSpec:
         """Width of the residual stream."""
         return self.branches[0][0].width
 
-    @property
+    @cached_property
     def parts(self) -> tuple[BranchSpec, ...]:
         """The branches without their norms."""
         return tuple(branch for _, branch in self.branches)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters in the order of the module."""
         pairs = ((*norm.parameters, *branch.parameters) for norm, branch in self.branches)

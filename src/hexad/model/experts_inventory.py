@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil, inf
 from typing import Any, ClassVar
 
@@ -210,12 +211,12 @@ class ExpertsSpec(BranchSpec):
         named = {"balance": settings.aux_loss, "z": settings.z_loss}
         return tuple(name for name, coefficient in named.items() if coefficient)
 
-    @property
+    @cached_property
     def router(self) -> RouterSpec:
         """What chooses the experts."""
         return RouterSpec(self.layer, self.settings)
 
-    @property
+    @cached_property
     def shared(self) -> FeedForwardSpec | None:
         """The experts that every token passes, as one layer."""
         count = self.settings.shared_experts
@@ -228,7 +229,7 @@ class ExpertsSpec(BranchSpec):
         """What the shared experts are weighted by."""
         return GateSpec(self.layer) if self.shared is not None and self.settings.shared_gate else None
 
-    @property
+    @cached_property
     def stacks(self) -> tuple[StackSpec, StackSpec]:
         """The experts' matrices: gate and up side by side, and down."""
         experts, hidden, parts = self.settings.experts, self.layer.hidden, 2 if self.gated else 1
@@ -238,12 +239,12 @@ class ExpertsSpec(BranchSpec):
             StackSpec(f"{name}.down", (experts, hidden, self.width), 2, layer.out_std, layer),
         )
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Parameter, ...]:
         """The stacks, and their adapters."""
         return tuple(parameter for stack in self.stacks for parameter in stack.parameters)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters in the order of the module."""
         shared = self.shared.parameters if self.shared is not None else ()

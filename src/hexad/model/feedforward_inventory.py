@@ -1,6 +1,7 @@
 """What the feed-forward layer holds, multiplies, keeps, needs and sends. No torch."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from hexad.parallel.inventory import Execution, Moment, Operation, Operations, Pass, again
@@ -35,19 +36,19 @@ class FeedForwardSpec(BranchSpec):
         """The module's name, from the stage's root."""
         return f"{self.layer.prefix}{self.part}"
 
-    @property
+    @cached_property
     def inner(self) -> LinearSpec:
         """The projection to the inner width, fused with the gate's."""
         parts = ("gate", "up") if self.gated else ("up",)
         outputs = {f"{self.name}.{part}": self.width for part in parts}
         return self.layer.projection(f"{self.name}.inner", outputs, self.bias)
 
-    @property
+    @cached_property
     def down(self) -> LinearSpec:
         """The projection back into the residual stream."""
         return self.layer.projection_back(f"{self.name}.down", self.width, self.bias)
 
-    @property
+    @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The linear layers in the order of the forward pass."""
         return self.inner, self.down

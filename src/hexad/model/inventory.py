@@ -147,7 +147,8 @@ class StageSpec:
     @cached_property
     def trains(self) -> bool:
         """Whether any of its parameters is trained."""
-        return any(not parameter.frozen for parameter in self.parameters)
+        parts = (self.embedding, self.positions, self.norm, self.head, *dict.fromkeys(self.blocks))
+        return any(not parameter.frozen for part in parts if part for parameter in part.parameters)
 
     def recomputing(self, recompute: Recompute) -> list[tuple[BlockSpec, Parts]]:
         """Its layers, and what each recomputes."""

@@ -1,6 +1,7 @@
 """What multi-head latent attention holds, multiplies, keeps, needs and sends. No torch."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hexad.config.model import MlaSettings
 from hexad.parallel.inventory import (
@@ -69,7 +70,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
         of its keys."""
         return self.mla.kv_rank + self.mla.rope_dim
 
-    @property
+    @cached_property
     def down(self) -> LinearSpec:
         """The fused projections to latent vectors."""
         outputs = {} if self.mla.q_rank is None else {f"{self.name}.q_down": self.mla.q_rank}
@@ -77,7 +78,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
         linear = self.layer.projection(f"{self.name}.down", outputs, False)
         return replace(linear, replicated=True)
 
-    @property
+    @cached_property
     def queries(self) -> LinearSpec:
         """The projection to query heads: of the latent vector, or of the residual stream."""
         features, rank = self.heads * self.mla.head_dim, self.mla.q_rank
@@ -85,24 +86,24 @@ class LatentAttentionSpec(AttentionCoreSpec):
         linear = self.layer.projection(name, {name: features}, False)
         return linear if rank is None else replace(linear, inputs=rank)
 
-    @property
+    @cached_property
     def kv_up(self) -> LinearSpec:
         """The projection of the latent vector to heads: of each its key, without the rotated part, and its
         value."""
         name, features = f"{self.name}.kv_up", self.heads * (self.mla.nope_dim + self.mla.value_dim)
         return replace(self.layer.projection(name, {name: features}, False), inputs=self.mla.kv_rank)
 
-    @property
+    @cached_property
     def out(self) -> LinearSpec:
         """The projection back into the residual stream."""
         return self.layer.projection_back(f"{self.name}.out", self.heads * self.mla.value_dim, False)
 
-    @property
+    @cached_property
     def linears(self) -> tuple[LinearSpec, ...]:
         """The linear layers in the order of the forward pass."""
         return self.down, self.queries, self.kv_up, self.out
 
-    @property
+    @cached_property
     def norms(self) -> tuple[NormSpec, ...]:
         """The norms of the latent vectors: of queries, if these have one, and of keys and values."""
         widths = {"kv_down": self.mla.kv_rank}
@@ -114,7 +115,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
             for name, width in widths.items()
         )
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The parameters in the order of the module."""
         norms = (parameter for norm in self.norms for parameter in norm.parameters)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import Any
 
 from hexad.config import Config
 from hexad.model.inventory import ModelInventory, StageSpec
@@ -29,7 +31,8 @@ class Job:
         run: how a rank computes a microbatch.
         recompute: what layers recompute.
         schedule: of the pipeline.
-        layers: of every stage.
+        stages: of all pipeline ranks, by number.
+        elements: of a rank's shards of each stage's trained parameters, by grid.
         zero: level of sharding.
         replicas: of the sharded state.
         bucket: bytes of gradients that are reduced together.
@@ -44,7 +47,8 @@ class Job:
     run: Execution
     recompute: Recompute
     schedule: Schedule
-    layers: tuple[range, ...]
+    stages: Mapping[int, StageSpec]
+    elements: Mapping[int, Mapping[Grid, int]]
     zero: int = 0
     replicas: int = 1
     bucket: float = 25 * 2**20
@@ -58,13 +62,14 @@ class Job:
         """The job that a resolved configuration describes."""
         config, layout, plan = resolved.config, resolved.layout, resolved.plan
         parallel, run = config.parallel, execution(resolved.config, resolved.layout)
+        model = ModelInventory(config.model, parallel.sequence_parallel, layout.tensor)
         return cls(
-            ModelInventory(config.model, parallel.sequence_parallel, layout.tensor),
+            model,
             layout,
             run,
             Recompute.from_settings(config.memory),
             plan.schedule,
-            plan.layers,
+            *stages_of(model, layout, plan.layers, plan.schedule),
             parallel.zero,
             parallel.replicas,
             float(parallel.bucket_mb) * 2**20,
@@ -78,34 +83,37 @@ class Job:
         microbatches = self.schedule.microbatches
         return self.run.sequences * self.run.length * microbatches * self.layout.degrees["data"]
 
-    @cached_property
-    def stages(self) -> dict[int, StageSpec]:
-        """All stages, by number."""
-        stages: dict[int, StageSpec] = {}
-        for rank in range(self.layout.pipeline):
-            stages |= self.model.stages(self.layers, self.schedule.placement, rank)
-        return stages
-
-    def elements(self, stage: StageSpec, trained: bool = True) -> dict[Grid, int]:
-        """Elements of a rank's shard of a stage's parameters, by grid; ``trained``: of those only."""
-        counts: dict[Grid, int] = {"dense": 0, "expert": 0}
-        for parameter in stage.parameters:
-            if not (trained and parameter.frozen):
-                counts[parameter.weights[0].grid] += parameter.elements(self._positions)
-        return counts
-
-    @cached_property
-    def _positions(self) -> dict[str, Position]:
-        layout, copies = self.layout, self.model.kv_copies
-        return {
-            **tensor_positions(Position(0, layout.tensor), copies),
-            "expert": Position(0, layout.expert),
-            "expert_tensor": Position(0, layout.expert_tensor),
-        }
-
     def shards(self, grid: Grid) -> int:
         """Ranks over which state is sharded."""
         return state_shards(self.layout.state_ranks[grid], self.zero, self.replicas)
+
+
+def stages_of(
+    model: ModelInventory, layout: Layout, layers: Sequence[range], schedule: Schedule
+) -> tuple[dict[int, StageSpec], dict[int, dict[Grid, int]]]:
+    """All stages of a schedule by number, and elements of a rank's shards of their trained parameters."""
+    stages: dict[int, StageSpec] = {}
+    for rank in range(schedule.pipeline):
+        stages |= model.stages(layers, schedule.placement, rank)
+    positions = {
+        **tensor_positions(Position(0, layout.tensor), model.kv_copies),
+        "expert": Position(0, layout.expert),
+        "expert_tensor": Position(0, layout.expert_tensor),
+    }
+    counts: dict[Any, Counter[Grid]] = {}  # layers of one kind are equal
+    elements: dict[int, dict[Grid, int]] = {}
+    for number, stage in stages.items():
+        total: Counter[Grid] = Counter({"dense": 0, "expert": 0})
+        for part in (stage.embedding, stage.positions, *stage.blocks, stage.norm, stage.head):
+            if part is not None and part not in counts:
+                counts[part] = Counter()
+                for parameter in part.parameters:
+                    size = 0 if parameter.frozen else parameter.elements(positions)
+                    counts[part][parameter.weights[0].grid] += size
+            if part is not None:
+                total.update(counts[part])
+        elements[number] = dict(total)
+    return stages, elements
 
 
 def _update_bytes(config: Config, run: Execution) -> float:

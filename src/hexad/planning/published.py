@@ -25,7 +25,7 @@ from hexad.topology.hardware.constants import Format
 from hexad.topology.layout import Layout
 
 from .implementation import Implementation, implementation
-from .job import Job
+from .job import Job, stages_of
 from .links import Cluster
 
 
@@ -111,7 +111,7 @@ def _published(row: Mapping[str, Any]) -> Published:
         run,
         recompute,
         schedule,
-        layers,
+        *stages_of(inventory, layout, layers, schedule),
         zero,
         replicas,
         bucket=system.bucket_mb * 2**20,

@@ -136,14 +136,20 @@ class RankRates:
         digits = layout.digits("context")
         if digits:
             ((_, stride),) = digits
-            groups["ulysses"] = Group.of_digits(((run.ulysses, stride),), domain)
-            groups["ring"] = Group.of_digits(((run.ring, stride * run.ulysses),), domain)
+            groups["ulysses"] = Group.strided(run.ulysses, stride, domain)
+            groups["ring"] = Group.strided(run.ring, stride * run.ulysses, domain)
         return groups
+
+    @cached_property
+    def places(self) -> tuple[object, ...]:
+        """All that the time of a layer's operations depends on, besides the operations."""
+        axes = ("tensor", "ring", "ulysses", "expert")
+        return (self.job.run, self.job.attention_again, *(self.groups.get(axis) for axis in axes))
 
     def message(self, nbytes: int) -> float:
         """Seconds of a message to the next pipeline rank."""
         if self.job.layout.pipeline == 1:
             return 0.0
         ((_, stride),) = self.job.layout.digits("pipeline")
-        pair = Group.of_digits(((2, stride),), self.cluster.domain_size)
+        pair = Group.strided(2, stride, self.cluster.domain_size)
         return self.cluster.seconds("send", nbytes, pair)

@@ -60,7 +60,7 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool
     lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.complete_steps)})
     parallel = resolved_parallel(config, layout)
     if parallel.tensor_chunks == "auto":
-        parallel = parallel.model_copy(update={"tensor_chunks": _tensor_chunks(config, layout)})
+        parallel = parallel.model_copy(update={"tensor_chunks": tensor_chunks(config, layout)})
     update = {"model": model, "lr_schedule": lr_schedule, "parallel": parallel}
     config = config.model_copy(update=update)
     plan = pipeline_plan(config, layout)
@@ -134,7 +134,7 @@ def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
     return settings.model_copy(update=resolved)
 
 
-def _tensor_chunks(config: Config, layout: Layout) -> int:
+def tensor_chunks(config: Config, layout: Layout) -> int:
     """Chunks of a tensor-parallel layer's forward pass, by the bytes of a microbatch's residual stream; one
     in fp8, whose layers multiply all tokens at once."""
     if layout.tensor == 1 or config.precision.dtype == "fp8":

@@ -6,11 +6,15 @@ The pipeline's actions are placed in time by the very schedule that the executor
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+from hexad.model.block_inventory import BlockSpec
 from hexad.model.inventory import StageSpec
-from hexad.parallel.inventory import Collective, Grid, Operations
+from hexad.model.recompute_inventory import Parts
+from hexad.parallel.inventory import Collective, Grid
 from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 
 from .implementation import Implementation, implementation
@@ -55,32 +59,48 @@ class Predictor:
         job: what is trained.
         cluster: where.
         system: by which implementation.
+        memo: times of layers, for predictors of the same model on the same cluster.
+        timelines: of schedules, for the same; schedules are kept by whoever shares these.
     """
 
     job: Job
     cluster: Cluster
     system: Implementation = field(default_factory=lambda: implementation("hexad"))
+    memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
+    timelines: dict[Any, Timeline] = field(default_factory=dict, repr=False)
 
     @cached_property
     def rates(self) -> RankRates:
         """Seconds of single operations."""
         return RankRates(self.job, self.cluster, self.system)
 
+    def layer(self, block: BlockSpec, parts: Parts, kind: str, split: bool) -> ActionTime:
+        """An action of one layer."""
+        key = (block, parts, kind, split, self.rates.places)
+        if key not in self.memo:
+            operations = block.operations(self.job.run, parts, split)
+            for each in KINDS if split else ("F", "BW"):
+                self.memo[block, parts, each, split, self.rates.places] = layer_time(
+                    operations.of(each), self.rates
+                )
+        return self.memo[key]
+
     def action(self, stage: StageSpec, kind: str, split: bool) -> ActionTime:
         """An action of a stage, without what is sent over the data axis."""
-        job, rates = self.job, self.rates
-        total = ActionTime()
-        counts: Counter[tuple[int, bool]] = Counter()
-        layers: dict[tuple[int, bool], Operations] = {}
-        for layer in stage.layer_operations(job.run, job.recompute, split):
-            key = id(layer.forward), bool(layer.backward)  # layers of one kind share their operations
-            counts[key] += 1
-            layers[key] = layer
-        for key, count in counts.items():
-            total += layer_time(layers[key].of(kind), rates).times(count)
-        for part in (stage.before_layers(job.run), stage.after_layers(job.run)):
-            total += action_time(part.of(kind), rates)
-        return total
+        job, total = self.job, ActionTime()
+        layers = Counter(
+            layer
+            for number, layer in enumerate(stage.recomputing(job.recompute))
+            if kind == "F" or number >= stage.unreached
+        )
+        for (block, parts), count in layers.items():
+            total += self.layer(block, parts, kind, split).times(count)
+        key = (stage.first, stage.last, kind, split, self.rates.places)
+        if key not in self.memo:
+            parts_of_stage = (stage.before_layers(job.run), stage.after_layers(job.run))
+            times = [action_time(part.of(kind), self.rates) for part in parts_of_stage]
+            self.memo[key] = times[0] + times[1]
+        return total + self.memo[key]
 
     @cached_property
     def actions(self) -> dict[tuple[int, str], ActionTime]:
@@ -92,19 +112,20 @@ class Predictor:
         for number, stage in job.stages.items():
             key = (len(stage.layers), stage.first, stage.last, stage.unreached, stage.blocks)
             if key not in alike:
-                alike[key] = {kind: self._with_state(stage, kind, split) for kind in kinds}
+                alike[key] = {kind: self._with_state(number, kind, split) for kind in kinds}
             times |= {(number, kind): time for kind, time in alike[key].items()}
         return times
 
-    def _with_state(self, stage: StageSpec, kind: str, split: bool) -> ActionTime:
-        """An action, with what is sent over the data axis in every microbatch."""
-        time, job = self.action(stage, kind, split), self.job
+    def _with_state(self, number: int, kind: str, split: bool) -> ActionTime:
+        """An action of a stage, with what is sent over the data axis in every microbatch."""
+        job, stage = self.job, self.job.stages[number]
+        time = self.action(stage, kind, split)
         if job.zero < 2 or job.layout.gradient_ranks == 1:
             return time
         sent = 0.0
         last = 0.0
         units = max(1, len(stage.layers))
-        for grid, elements in job.elements(stage).items():
+        for grid, elements in job.elements[number].items():
             axis = "gradient" if grid == "dense" else "expert_data"
             if job.zero == 3 and kind != "W":
                 gather = self._state_seconds("all_gather", axis, elements * job.run.byte, units)
@@ -134,16 +155,23 @@ class Predictor:
         seconds = {kind: [self._seconds(stage, kind) for stage in job.stages] for kind in KINDS}
         message = self.rates.message(job.run.stream(job.model.settings.hidden))
         exposed = message if self.system.messages == "exposed" else 0.0
-        durations = [
+        key = (id(job.schedule), message, *(tuple(seconds[kind]) for kind in KINDS))
+        if key not in self.timelines:
+            nothing = (0.0,) * len(job.stages)
+            costs = Costs(nothing, nothing, nothing, transfer=message)
+            self.timelines[key] = simulate(job.schedule, costs, self._durations(seconds, exposed))
+        return self.timelines[key]
+
+    def _durations(self, seconds: Mapping[str, Sequence[float]], exposed: float) -> list[list[float]]:
+        """Seconds of every rank's actions, with messages that are not overlapped."""
+        schedule = self.job.schedule
+        return [
             [
-                seconds[action.kind][action.stage] + exposed * (job.schedule.sent(action) is not None)
+                seconds[action.kind][action.stage] + exposed * (schedule.sent(action) is not None)
                 for action in rank
             ]
-            for rank in job.schedule.ranks
+            for rank in schedule.ranks
         ]
-        nothing = (0.0,) * len(job.stages)
-        costs = Costs(nothing, nothing, nothing, transfer=message)
-        return simulate(job.schedule, costs, durations)
 
     def _seconds(self, stage: int, kind: str) -> float:
         time = self.actions.get((stage, kind))
@@ -175,7 +203,7 @@ class Predictor:
         free = 0.0
         for stage, place in sorted(lasts.items(), key=lambda item: item[1]):
             begin, finish = times[place]
-            seconds, parts = self._reduction(job.stages[stage])
+            seconds, parts = self._reduction(stage)
             if self.system.gradients == "exposed":
                 free = max(free, end) + seconds
             else:  # buckets are complete one after the other
@@ -183,10 +211,10 @@ class Predictor:
                 free = max(max(first, free) + seconds, finish + seconds / parts)
         return max(end, free)
 
-    def _reduction(self, stage: StageSpec) -> tuple[float, int]:
+    def _reduction(self, stage: int) -> tuple[float, int]:
         """Seconds of reducing a stage's gradients once, and the number of buckets."""
         job, seconds, most = self.job, 0.0, 1
-        for grid, elements in job.elements(stage).items():
+        for grid, elements in job.elements[stage].items():
             nbytes = elements * job.run.reduced
             parts = max(1, round(nbytes / job.bucket))
             axis = "gradient" if grid == "dense" else "expert_data"
@@ -198,8 +226,8 @@ class Predictor:
     def _shard(self, rank: int, grid: Grid) -> float:
         """Elements that a rank updates."""
         job = self.job
-        stages = [job.stages[stage] for stage in job.schedule.stages_of(rank)]
-        return sum(job.elements(stage)[grid] for stage in stages) / job.shards(grid)
+        stages = job.schedule.stages_of(rank)
+        return sum(job.elements[stage][grid] for stage in stages) / job.shards(grid)
 
     def _update(self, rank: int) -> float:
         job, rates = self.job, self.rates
@@ -219,7 +247,7 @@ class Predictor:
         seconds = 0.0
         stages = job.schedule.stages_of(rank)
         for stage in stages:
-            for grid, elements in job.elements(job.stages[stage]).items():
+            for grid, elements in job.elements[stage].items():
                 nbytes = elements * job.run.byte
                 axis = "gradient" if grid == "dense" else "expert_data"
                 seconds += self._state_seconds("all_gather", axis, nbytes, max(1, round(nbytes / job.bucket)))

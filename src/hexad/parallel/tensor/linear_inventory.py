@@ -3,6 +3,7 @@ hold, multiply, keep and send. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..exact_inventory import parts_of, product_bytes
 from ..inventory import (
@@ -165,12 +166,12 @@ class LinearSpec:
         """Global output features of all fused layers."""
         return sum(self.outputs.values())
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The fused weight, and the fused bias; then those of copied outputs; then those of adapters."""
         return (*self.layers, *(self.adapters.parameters if self.adapters else ()))
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Parameter, ...]:
         """The fused weight, and the fused bias; then those of copied outputs."""
         own, copied = self._own_and_copied
@@ -201,7 +202,7 @@ class LinearSpec:
     def _named(self, kind: Weight, name: str, shape: tuple[int, ...]) -> Weight:
         return replace(kind, name=name, shape=shape, frozen=name in self.frozen)
 
-    @property
+    @cached_property
     def adapters(self) -> AdaptersSpec | None:
         """The low-rank adapters of the layer; None without them."""
         if self.lora is None or not self.adapted & self.outputs.keys():
@@ -218,7 +219,7 @@ class LinearSpec:
         own = {name: size for name, size in self.outputs.items() if name not in self.copied}
         return own, {name: size for name, size in self.outputs.items() if name in self.copied}
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[Parameter, ...]:
         """The trained weights of the layer and its adapters, without biases."""
         return tuple(parameter for parameter in self.parameters if parameter.matrix and not parameter.frozen)

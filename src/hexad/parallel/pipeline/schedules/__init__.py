@@ -1,6 +1,7 @@
 """Generators of pipeline schedules, by name."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from hexad.config import counted, did_you_mean
 
@@ -76,10 +77,16 @@ def build_schedule(
         )
     if group is not None and (name != "interleaved" or group < 1):
         raise ScheduleError(f"found microbatch groups of {group}; interleaved alone has groups, of 1 or more")
+    if name == "auto":
+        return search(pipeline, microbatches, virtual_stages, costs, memory)
+    return _published(name, pipeline, microbatches, per_rank, group)
+
+
+@lru_cache(maxsize=32)
+def _published(name: str, pipeline: int, microbatches: int, per_rank: int, group: int | None) -> Schedule:
+    """A schedule that depends on nothing else; those of many layouts are the same."""
     if name == "gpipe":
         return gpipe(pipeline, microbatches, per_rank)
     if name == "interleaved":
         return interleaved(pipeline, microbatches, per_rank, group)
-    if name == "auto":
-        return search(pipeline, microbatches, virtual_stages, costs, memory)
     return (ONE_STAGE | V_SHAPED)[name](pipeline, microbatches)

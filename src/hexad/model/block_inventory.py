@@ -168,6 +168,14 @@ class BlockSpec:
 
     branches: tuple[tuple[NormSpec, BranchSpec], ...]
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.branches)
+
+    def __hash__(self) -> int:
+        """That of the branches, computed once: layers are counted by kind."""
+        return self._hash
+
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""

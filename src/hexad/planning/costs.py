@@ -3,6 +3,7 @@ preset or family is filled in."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -101,6 +102,7 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
     return sum(product.flops for product in products if not product.again) / sequence
 
 
+@lru_cache(maxsize=8)
 def layer_costs(model: ModelSettings, sequence: int) -> ModelFlops:
     """Arithmetic per token of every layer and of the output head.
 

@@ -1,11 +1,13 @@
 """Bytes a rank will need, by component, before anything is started."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from hexad.config import Config
 from hexad.model.inventory import ModelInventory, StageSpec
@@ -63,10 +65,31 @@ class MemoryPlan:
         return {**asdict(self), "total": self.total}
 
 
-def predict(resolved: Resolved, rank: int, load: float | None = None) -> MemoryPlan:
-    """What a rank (by its global number) needs when it needs the most; ``load`` as in :func:`execution`."""
+class RankParts(NamedTuple):
+    """What a pipeline rank holds, whatever its sharding and recompute.
+
+    Attributes:
+        stages: by number.
+        held: parameters, in the order of the model.
+    """
+
+    stages: dict[int, StageSpec]
+    held: list[Held]
+
+    @classmethod
+    def of(cls, resolved: Resolved, pipeline: int) -> RankParts:
+        """Those of a pipeline rank."""
+        stages = rank_stages(resolved, pipeline)
+        return cls(stages, rank_parameters(stages, resolved.layout))
+
+
+def predict(
+    resolved: Resolved, rank: int, load: float | None = None, parts: RankParts | None = None
+) -> MemoryPlan:
+    """What a rank (by its global number) needs when it needs the most; ``load`` as in :func:`execution`;
+    ``parts`` of the rank, if they are at hand."""
     short = shortened(resolved.plan.schedule)
-    return _predict(resolved, rank, short, transfers(short.schedule, resolved.plan.costs), load)
+    return _predict(resolved, rank, short, transfers(short.schedule, resolved.plan.costs), load, parts)
 
 
 def _predict(
@@ -75,14 +98,14 @@ def _predict(
     short: Shortened,
     orders: list[list[Transfer]],
     load: float | None = None,
+    parts: RankParts | None = None,
 ) -> MemoryPlan:
     """As :func:`predict`, given the schedule with a short steady state, and its transfers of all pipeline
     ranks."""
     config, layout = resolved.config, resolved.layout
     pipeline = layout.coordinates(rank)["pipeline"]
     run = execution(config, layout, load)
-    stages = rank_stages(resolved, pipeline)
-    held = rank_parameters(stages, layout)
+    stages, held = parts or RankParts.of(resolved, pipeline)
     buckets = rank_buckets(config, layout, held)
     numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
     recompute = Recompute.from_settings(config.memory)

@@ -31,7 +31,7 @@ from .device_memory import DeviceMemory, device_memory
 from .implementation import Implementation, implementation
 from .job import Job, stages_of
 from .links import Cluster
-from .memory import MemoryPlan, execution, largest, per_pipeline_rank, predict
+from .memory import MemoryPlan, RankParts, execution, largest, per_pipeline_rank, predict
 from .resolve import Resolved, resolve, resolved_parallel, tensor_chunks
 from .step_time import Predictor, StepTime
 from .timeline import ActionTime
@@ -47,6 +47,8 @@ _SHORTEST = 1024
 
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are actions of their own."""
+_WITHIN = 1.05
+"""Layouts that take longer than the best one times this are not searched for."""
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
 
@@ -123,10 +125,12 @@ class Search:
     _memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
     _grid_kernels: dict[Grid, _Kernels] = field(default_factory=dict, repr=False)
     _fit: dict[tuple[Grid, Pipeline], dict[str, float]] = field(default_factory=dict, repr=False)
-    _data: dict[tuple[Grid, int, int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    _layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict, repr=False)
+    _data: dict[tuple[Grid, int, int], Sent] = field(default_factory=dict, repr=False)
 
     def best(self, top: int) -> list[Candidate]:
-        """The fastest layouts of different degrees, the best one first."""
+        """The fastest layouts of different degrees, the best one first: all that take at most 5 % longer, and
+        others that were found on the way."""
         found: dict[tuple[Any, ...], Candidate] = {}
         numbers = count()
         queue: list[tuple[float, int, Grid, Pipeline | None, bool]] = [
@@ -136,7 +140,8 @@ class Search:
         while queue:
             bound, _, grid, pipeline, tight = heapq.heappop(queue)
             times = sorted(candidate.step.total for candidate in found.values())
-            if len(times) >= top and bound >= times[top - 1]:
+            limit = min(times[top - 1] if len(times) >= top else inf, _WITHIN * times[0] if times else inf)
+            if bound >= limit:
                 break
             if pipeline is None or not tight:
                 choices = self._pipelines(grid) if pipeline is None else [pipeline]
@@ -149,7 +154,6 @@ class Search:
                         self.rejected["memory"] += 1
                 continue
             degrees = (grid.tensor, grid.context, grid.method, pipeline.pipeline, *grid[3:5])
-            limit = times[top - 1] if len(times) >= top else inf
             if degrees in found:
                 limit = min(limit, found[degrees].step.total)
             if bound < limit:
@@ -296,8 +300,12 @@ class Search:
         return config.model_copy(update={"parallel": parallel})
 
     def _bound(self, grid: Grid, choice: Pipeline, tight: bool = False) -> float:
-        """Seconds of a step at the least: of stages as equal as whole layers allow, with the schedule's
-        bubble, and with the least recompute that may fit. Infinite if none does.
+        """Seconds of a step at the least. Infinite if it does not fit; see :meth:`_bounds`."""
+        return min(self._bounds(grid, choice, tight).values(), default=inf)
+
+    def _bounds(self, grid: Grid, choice: Pipeline, tight: bool = False) -> dict[str, float]:
+        """Seconds of a step at the least, by kinds of recompute that may fit: of stages as equal as whole
+        layers allow, with the schedule's bubble.
 
         Args:
             grid, choice: the layout.
@@ -305,10 +313,10 @@ class Search:
         """
         kernels, pipeline = self._of_grid(grid), choice.pipeline
         layers, microbatches = self.base.model.layers, self._microbatches(grid, choice)
-        layout = Layout.from_settings(self._config(grid, choice).parallel, self._world)
+        layout = self._layout(grid, pipeline)
         fitting = self._fitting(grid, choice) if tight else None
         sent = self._sent(grid, choice, layout)
-        least = inf
+        bounds: dict[str, float] = {}
         for recompute, times in kernels.times.items():
             if fitting is None:
                 if not self.fits(layout, 1, int(kernels.least(times, choice, layout, microbatches))):
@@ -318,32 +326,58 @@ class Search:
                 nbytes = fitting[recompute] + more * (layers // pipeline) / layers * times.kept
                 if nbytes == inf or not self.fits(layout, 1, int(_SLACK * nbytes)):
                     continue
-            forward, backward = max(times.forward, sent[0]), max(times.backward, sent[1])
-            computed = times.split if choice.schedule in SPLIT else times.forward + times.backward
-            per_rank = max(forward + backward, computed) / pipeline
+            seconds = times.seconds(choice, sent)
+            per_rank = sum(seconds) / pipeline
+            # The gathers of a stage's first layer have nothing beside them.
+            slower = self.cluster.hardware.constants.overlap.slowdown
+            per_rank += 2 * sent[0] / slower / layers * (2 if choice.schedule in V_SHAPED else choice.virtual)
             slowest = max(per_rank, -(-layers // pipeline) * times.layer)
-            idle = (pipeline - 1) * per_rank * _idle(choice, forward, backward)
-            least = min(least, microbatches * slowest + idle)
-        return least
+            idle = (pipeline - 1) * per_rank * _idle(choice, seconds)
+            # The first microbatch reaches the last stage through all others, as the last gradient does the
+            # first.
+            stages = pipeline * (2 if choice.schedule in V_SHAPED else choice.virtual)
+            chain = (stages - 1 + microbatches) / stages * sum(seconds[:2])
+            bounds[recompute] = max(microbatches * slowest + idle, chain)
+        return bounds
+
+    def _layout(self, grid: Grid, pipeline: int) -> Layout:
+        key = (*grid[:2], *grid[3:5], pipeline)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(
+                world=self._world,
+                tensor=grid.tensor,
+                context=grid.context,
+                expert=grid.expert,
+                expert_tensor=grid.expert_tensor,
+                pipeline=pipeline,
+            )
+        return self._layouts[key]
 
     def _fitting(self, grid: Grid, choice: Pipeline) -> dict[str, float]:
-        """Bytes that the first rank needs by recompute if the schedule is ``1f1b``."""
+        """Bytes that the first rank needs by recompute if the schedule is ``1f1b``; of kinds that recompute
+        more than one with which it fits, 0."""
         plain = choice._replace(schedule="1f1b", virtual=1)
         if (grid, plain) not in self._fit:
             needed = dict.fromkeys(self._recomputes(), inf)
             with suppress(ConfigError):
                 few = min(self._microbatches(grid, choice), choice.pipeline + 1)
                 resolved = self._resolved(grid, plain, few)
+                parts = RankParts.of(resolved, 0)
                 for recompute in needed:
                     variant = self._variant(resolved, Sharding(1, DEFAULT_ORDER, recompute))
                     if variant is not None:
-                        needed[recompute] = predict(variant, 0).total
+                        needed[recompute] = predict(variant, 0, parts=parts).total
+                        if self.fits(variant.layout, 1, int(needed[recompute])):
+                            later = self._recomputes()
+                            more = later[later.index(recompute) + 1 :]
+                            needed |= dict.fromkeys(more, 0.0)
+                            break
             self._fit[grid, plain] = needed
         return self._fit[grid, plain]
 
-    def _sent(self, grid: Grid, choice: Pipeline, layout: Layout) -> tuple[float, float]:
-        """Seconds of what is sent over the data axis for a microbatch of the whole model, in the forward and
-        in the backward pass, in the better of both rank orders."""
+    def _sent(self, grid: Grid, choice: Pipeline, layout: Layout) -> Sent:
+        """Seconds of what is sent over the data axis for a microbatch of the whole model, in the better of
+        both rank orders."""
         key = grid, choice.pipeline, choice.zero
         if choice.zero < 2 or layout.gradient_ranks == 1:
             return 0.0, 0.0
@@ -399,7 +433,10 @@ class Search:
         earlier = None if before is None else replace(job, schedule=before.plan.schedule)
         more = (self._microbatches(grid, choice) - short) / (short - steady) if steady else 0.0
         fitting: list[Candidate] = []
+        bounds = self._bounds(grid, choice, tight=True)
         for sharding in self._shardings(resolved.layout, choice.zero):
+            if bounds.get(sharding.recompute, inf) >= limit:
+                continue
             if fitting and sharding.recompute != fitting[0].resolved.config.memory.recompute:
                 break  # more recompute takes longer
             variant = self._variant(resolved, sharding)
@@ -483,12 +520,16 @@ class Search:
         return device_memory(nbytes, layout, replicas).total <= self.capacity
 
 
+Sent = tuple[float, float]
+"""Seconds of gathering all weights, and of reducing all gradients."""
+
+
 class _Times(NamedTuple):
     """A microbatch on one pipeline rank that has the whole model.
 
     Attributes:
         forward, backward: seconds.
-        split: seconds of both where weight gradients are computed by themselves.
+        split: seconds of F, B and W where weight gradients are computed by themselves.
         layer: seconds of both in the layer that takes the least.
         kept: bytes from forward to backward.
         moment: bytes that a layer's backward pass needs besides.
@@ -497,11 +538,19 @@ class _Times(NamedTuple):
 
     forward: float
     backward: float
-    split: float
+    split: tuple[float, float, float]
     layer: float
     kept: int
     moment: int
     loss: int
+
+    def seconds(self, choice: Pipeline, sent: Sent) -> tuple[float, ...]:
+        """Seconds of a microbatch's actions, beside what is sent over the data axis."""
+        gather, reduce = sent
+        if choice.schedule in SPLIT:
+            first, input_, weight = self.split
+            return max(first, gather), max(input_, gather), max(weight, reduce)
+        return max(self.forward, gather), max(self.backward, gather + reduce)
 
 
 def _times(predictor: Predictor) -> _Times:
@@ -510,7 +559,7 @@ def _times(predictor: Predictor) -> _Times:
     (stage,) = job.stages.values()
     run, parts = job.run, job.recompute.of(0)
     forward, backward = (predictor.action(stage, kind, False).seconds for kind in ("F", "BW"))
-    split = sum(predictor.action(stage, kind, True).seconds for kind in ("F", "B", "W"))
+    first, input_, weight = (predictor.action(stage, kind, True).seconds for kind in ("F", "B", "W"))
     layers = Counter(stage.blocks)
     seconds = [
         sum(predictor.layer(block, parts, kind, False).seconds for kind in ("F", "BW")) for block in layers
@@ -518,7 +567,7 @@ def _times(predictor: Predictor) -> _Times:
     kept = sum(number * block.kept(run, parts).total() for block, number in layers.items())
     moment = max(moment.needed for moment in stage.blocks[-1].backward(run, parts, False))
     loss = 0 if stage.head is None else kept + stage.head.loss(run)[0]
-    return _Times(forward, backward, split, min(seconds), kept, max(0, moment), loss)
+    return _Times(forward, backward, (first, input_, weight), min(seconds), kept, max(0, moment), loss)
 
 
 @dataclass
@@ -551,33 +600,37 @@ class _Kernels:
         held = part * _held(choice, microbatches) * times.kept
         return state + max(held + moment, times.loss if choice.pipeline == 1 else 0)
 
-    def sent(self, zero: int, layout: Layout, cluster: Cluster) -> tuple[float, float]:
-        """Seconds of what is sent over the data axis in the forward and in the backward pass."""
+    def sent(self, zero: int, layout: Layout, cluster: Cluster) -> Sent:
+        """Seconds of what is sent over the data axis for a microbatch."""
         run, layers = self.predictor.job.run, self.predictor.job.model.settings.layers
-        forward = backward = 0.0
+        gather = reduce = 0.0
         for grid, axes in (("dense", ("context", "data")), ("expert", ("expert_data",))):
             group = cluster.group(layout, *axes)
             part = self.elements[grid] / layers
-            gather = layers * cluster.seconds("all_gather", part * run.byte, group) * (zero == 3)
-            forward += gather
-            backward += gather + layers * cluster.seconds("reduce_scatter", part * run.reduced, group)
-        return forward, backward
+            gather += layers * cluster.seconds("all_gather", part * run.byte, group) * (zero == 3)
+            reduce += layers * cluster.seconds("reduce_scatter", part * run.reduced, group)
+        slower = cluster.hardware.constants.overlap.slowdown
+        return gather * slower, reduce * slower
 
 
-def _held(choice: Pipeline, microbatches: int) -> int:
+def _held(choice: Pipeline, microbatches: int) -> float:
     """Microbatches of all the rank's layers that the first rank holds at the least."""
-    twice = choice.schedule == "zb_h2"
-    return min(microbatches, 2 * choice.pipeline - 1 if twice else choice.pipeline)
+    pipeline, most = choice.pipeline, float(choice.pipeline)
+    if choice.schedule == "zb_h2":
+        most = 2.0 * pipeline - 1
+    elif choice.schedule == "interleaved":
+        most = pipeline + (pipeline - 1) / choice.virtual
+    return min(float(microbatches), most)
 
 
-def _idle(choice: Pipeline, forward: float, backward: float) -> float:
+def _idle(choice: Pipeline, seconds: tuple[float, ...]) -> float:
     """The bubble of a schedule at the least, in parts of that of ``1f1b``."""
     if choice.schedule in ("1f1b", "gpipe"):
         return 1.0
     if choice.schedule == "interleaved":
-        return 1.0 / choice.virtual
-    if choice.schedule == "zb_h1":  # F + B - W, of a backward pass of equal halves
-        return forward / (forward + backward)
+        return 0.9 / choice.virtual  # filled and drained by stages without the head
+    if choice.schedule == "zb_h1":  # F + B - W
+        return max(0.0, seconds[0] + seconds[1] - seconds[2]) / sum(seconds)
     return 0.0
 
 
@@ -591,6 +644,7 @@ class _Memory:
         stages = schedule.stages
         self._in_flight = peak_memory(schedule, Costs.uniform(stages, stages // schedule.pipeline))[0]
         self._kept: dict[Recompute, int] = {}
+        self._first = RankParts.of(resolved, 0)
 
     def may_fit(self, variant: Resolved, job: Job) -> bool:
         """Whether the first rank's state and activations fit, without what is needed for a moment."""
@@ -619,7 +673,8 @@ class _Memory:
         if key not in self._plans:
             self._plans[key] = None
             self._search.evaluated += 1
-            if fits(variant.layout, settings.replicas, predict(variant, 0).total):
+            first = predict(variant, 0, parts=self._first)
+            if fits(variant.layout, settings.replicas, first.total):
                 plan = largest(per_pipeline_rank(variant))
                 fitting = fits(variant.layout, settings.replicas, plan.total)
                 self._plans[key] = plan if fitting else None

@@ -123,20 +123,21 @@ class Predictor:
         if job.zero < 2 or job.layout.gradient_ranks == 1:
             return time
         sent = 0.0
-        last = 0.0
+        first = 0.0
         units = max(1, len(stage.layers))
         for grid, elements in job.elements[number].items():
             axis = "gradient" if grid == "dense" else "expert_data"
             if job.zero == 3 and kind != "W":
                 gather = self._state_seconds("all_gather", axis, elements * job.run.byte, units)
                 sent += gather
-                last = max(last, gather / units)  # the first layer's has nothing beside it
+                first = max(first, gather / units)  # the first layer's has nothing beside it
             if kind in ("BW", "W"):
                 reduce = self._state_seconds("reduce_scatter", axis, elements * job.run.reduced, units)
                 sent += reduce
-                last = max(last, reduce / units)
-        hidden = self.system.weights == "overlapped"
-        longer = max(time.device, sent) + last if hidden else time.device + sent
+        longer = time.device + sent
+        if self.system.weights == "overlapped":  # a collective beside computation slows both down
+            slower = time.device + min(sent, time.device) * self.rates.taken
+            longer = max(slower, sent * self.cluster.hardware.constants.overlap.slowdown) + first
         exposed = {**time.exposed, "data": time.exposed.get("data", 0.0) + longer - time.device}
         calls = 2 * units * self.rates.collective_seconds
         return time._replace(device=longer, exposed=exposed, host=time.host + calls)
@@ -152,7 +153,8 @@ class Predictor:
     def timeline(self) -> Timeline:
         """The pipeline's actions in time."""
         job = self.job
-        seconds = {kind: [self._seconds(stage, kind) for stage in job.stages] for kind in KINDS}
+        times, absent = self.actions, ActionTime()
+        seconds = {kind: [times.get((stage, kind), absent).seconds for stage in job.stages] for kind in KINDS}
         message = self.rates.message(job.run.stream(job.model.settings.hidden))
         exposed = message if self.system.messages == "exposed" else 0.0
         key = (id(job.schedule), message, *(tuple(seconds[kind]) for kind in KINDS))
@@ -165,13 +167,12 @@ class Predictor:
     def _durations(self, seconds: Mapping[str, Sequence[float]], exposed: float) -> list[list[float]]:
         """Seconds of every rank's actions, with messages that are not overlapped."""
         schedule = self.job.schedule
-        return [
-            [
-                seconds[action.kind][action.stage] + exposed * (schedule.sent(action) is not None)
-                for action in rank
-            ]
-            for rank in schedule.ranks
-        ]
+        durations = [[seconds[kind][stage] for kind, stage, _ in rank] for rank in schedule.ranks]
+        if exposed:
+            for rank, times in zip(schedule.ranks, durations):
+                for place, action in enumerate(rank):
+                    times[place] += exposed * (schedule.sent(action) is not None)
+        return durations
 
     def _seconds(self, stage: int, kind: str) -> float:
         time = self.actions.get((stage, kind))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Literal, NamedTuple
@@ -66,7 +67,7 @@ def _by_name(split: str, layers: int, stages: int, costs: LayerCosts) -> list[in
         count, extra = divmod(layers, stages)
         return [count + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
     _check_enough(split, layers, stages, most=layers + 2)
-    return _by_cost(layers, stages, costs)
+    return list(_by_cost(layers, stages, costs))
 
 
 def _check_enough(split: str, layers: int, stages: int, most: int) -> None:
@@ -106,7 +107,8 @@ class _Ends(NamedTuple):
     fewest: int
 
 
-def _by_cost(layers: int, stages: int, costs: LayerCosts) -> list[int]:
+@lru_cache(maxsize=64)
+def _by_cost(layers: int, stages: int, costs: LayerCosts) -> tuple[int, ...]:
     """Layers per stage, for at least two stages and enough layers."""
     assert len(costs.layers) == layers, f"{len(costs.layers)} costs for {layers} layers"
     embedding, *inner, head = _whole_numbers((costs.embedding, *costs.layers, costs.head))
@@ -115,7 +117,7 @@ def _by_cost(layers: int, stages: int, costs: LayerCosts) -> list[int]:
     last = _Ends(before, [cost + head for cost in before], 0)
     kinds = [first, *[_Ends(before, before, 1)] * (stages - 2), last]
     limit = _least_limit(kinds, embedding + before[-1] + head)
-    return _balanced(kinds, limit)
+    return tuple(_balanced(kinds, limit))
 
 
 def _least_limit(kinds: list[_Ends], total: int) -> int:

@@ -24,11 +24,13 @@ class Found:
         state: bytes alive between steps, but for buffers that wait in the pool.
         peak: most bytes alive in a step.
         plan: what was predicted.
+        sent: bytes in a step, by axis.
     """
 
     state: int
     peak: int
     plan: MemoryPlan
+    sent: dict[str, int]
 
 
 DEFAULTS: Tree = {
@@ -72,7 +74,9 @@ def measure(config: Config, world: int) -> Found:
         state, peaks = live.restart() - _pooled(engine), []
         for _ in range(5):
             live.restart()
+            before = mesh.sent_bytes()
             engine.train_step(batch)
             peaks.append(live.peak)
+        sent = {axis: size - before[axis] for axis, size in mesh.sent_bytes().items()}
     rank = torch.distributed.get_rank() if world > 1 else 0
-    return Found(state, min(peaks), predict(resolved, rank))
+    return Found(state, min(peaks), predict(resolved, rank), sent)

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 from hexad.parallel.pointwise import Fusing
 
 from .ledger import Ledger
@@ -29,6 +28,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
 _COPY = _ATEN._to_copy.default
+_SCALED = _ATEN._scaled_mm.out
 _FACTORIES = {
     _ATEN.empty.memory_format,
     _ATEN.empty_strided.default,
@@ -54,13 +54,14 @@ class DryTensors(Fusing):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is _READ and args[0].is_meta:
-            raise HexadError(NO_VALUES)
+            raise WithoutValues("a number is read from the device")
         if self.cpu:
             args, kwargs = self._as_on_cpu(function, args, kwargs)
         host = False
         if function is _COPY and args[0].is_meta and _is_cpu(kwargs.get("device")):
             kwargs, host = {**kwargs, "device": META}, not self.cpu
-        result = function(*args, **kwargs)
+        # Which has no rule for meta.
+        result = kwargs["out"] if function is _SCALED else function(*args, **kwargs)
         if not self._fused:
             self._see(result, host or self._from_host(args))
         return result
@@ -118,14 +119,19 @@ def _without_values(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else tensor.to(META)
 
 
-NO_VALUES = (
-    "dry run: this step reads numbers of the device to decide what to compute (as of experts' loads without "
-    "grouped products); a dry run has no values: use precision.dtype bf16, or measure on the device"
-)
+class WithoutValues(HexadError):
+    """A step asks for values that a dry run does not have."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"dry run: this step cannot be run without values: {what}; run it on a device, with as few ranks "
+            "as it needs"
+        )
 
 
 class _Functions(TorchFunctionMode):
-    """Attention in the kernel that the planned device would choose; and for a CPU the device's name."""
+    """The kernels that the planned device would choose, where ``meta`` takes none; and for a CPU the device's
+    name."""
 
     def __init__(self, cpu: bool) -> None:
         super().__init__()
@@ -137,6 +143,8 @@ class _Functions(TorchFunctionMode):
             return CPU if device.type == "meta" else device
         if function is F.scaled_dot_product_attention and args[0].is_meta:
             return _attention(self._cpu, *args, **(kwargs or {}))
+        if function is F.rms_norm and args[0].is_meta and not self._cpu:
+            return _rms_norm(*args, **(kwargs or {}))
         if function is torch.autograd.backward:
             return self._backward(*args, **(kwargs or {}))
         return function(*args, **(kwargs or {}))
@@ -153,6 +161,25 @@ class _Functions(TorchFunctionMode):
 
 
 _DEVICE: Any = torch.Tensor.device.__get__
+
+
+class _RmsNorm(torch.autograd.Function):
+    """What PyTorch's kernel for GPUs takes and keeps; on ``meta`` it is a chain of operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=wide))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, _: Any, weight: Tensor, eps: float) -> Any:
+    return _RmsNorm.apply(x, weight)
 
 
 def _attention(
@@ -190,6 +217,8 @@ def _attention(
 @contextmanager
 def dry_tensors(ledger: Ledger, cpu: bool) -> Iterator[None]:
     """Make all tensors inside a dry run's."""
-    mode: TorchDispatchMode = DryTensors(ledger, cpu)
-    with _Functions(cpu), mode:
-        yield
+    try:
+        with _Functions(cpu), DryTensors(ledger, cpu):
+            yield
+    except NotImplementedError as error:  # of an operator that has no rule for meta
+        raise WithoutValues(one_line(error)) from error

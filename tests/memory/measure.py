@@ -66,7 +66,11 @@ def measure(config: Config, world: int) -> Found:
     micro, length = config.batch.micro, config.data.sequence
     tokens = torch.arange(micro * length).view(micro, length) % 100
     slicing = Slicing.of(resolved.config.parallel, resolved.config.model)
-    microbatch = Microbatch(tokens, tokens).part(slicing, mesh.context.rank)  # as the loader gives it
+    isolated = config.data.documents == "isolate"
+    documents = tuple(range(0, micro * length + 1, length)) if isolated else None
+    microbatch = Microbatch(tokens, tokens, documents).part(
+        slicing, mesh.context.rank
+    )  # as the loader gives it
     batch = [microbatch] * (config.batch.global_ // micro // mesh.data.size)
     with Live() as live:
         engine = Engine(resolved, mesh)

@@ -116,15 +116,15 @@ class _Compiled:
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():  # part of a larger graph
             return self._guarded(*arguments)
-        mode = _get_current_dispatch_mode()
-        if isinstance(mode, Fusing):
-            return mode.fused(self._function, arguments)
+        if torch._C._len_torch_dispatch_stack():  # a mode sees operators
+            mode = _get_current_dispatch_mode()
+            fuses = isinstance(mode, Fusing)
+            return mode.fused(self._function, arguments) if fuses else self._guarded(*arguments)
         tensors: list[Tensor] = []
         description: list[Any] = []
         if (
             not _describe(arguments, tensors, description)
             or len(set(map(id, tensors))) < len(tensors)
-            or torch._C._len_torch_dispatch_stack()  # a mode sees operators
             or torch._C._len_torch_function_stack()
         ):
             return self._guarded(*arguments)

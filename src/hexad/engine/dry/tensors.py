@@ -28,6 +28,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
 _COPY = _ATEN._to_copy.default
+_LAYER_NORM = _ATEN.native_layer_norm.default
 _SCALED = _ATEN._scaled_mm.out
 _FACTORIES = {
     _ATEN.empty.memory_format,
@@ -62,6 +63,8 @@ class DryTensors(Fusing):
             kwargs, host = {**kwargs, "device": META}, not self.cpu
         # Which has no rule for meta.
         result = kwargs["out"] if function is _SCALED else function(*args, **kwargs)
+        if self.cpu and function is _LAYER_NORM and result[0].is_meta:
+            result = (result[0], *(part.to(args[2].dtype) for part in result[1:]))  # meta's are a GPU's
         if not self._fused:
             self._see(result, host or self._from_host(args))
         return result

@@ -97,7 +97,7 @@ def _name(case: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if number % 9 == 4 else pytest.mark.slow, id=_name(case))
+        pytest.param(case, marks=() if number % 14 == 4 else pytest.mark.slow, id=_name(case))
         for number, case in enumerate(RECORDED)
     ],
 )
@@ -143,13 +143,13 @@ def test_a_rank_of_16384_is_built_alone() -> None:
 
 def test_tied_embeddings_are_summed_with_a_stage_that_does_not_exist() -> None:
     """The first and the last stage add up the embedding's gradient, and others have no part in that."""
-    groups = SMALL | {"parallel": {"pipeline": 4}, "batch": {"micro": 1, "global": 4}}
+    groups = SMALL | {"parallel": {"pipeline": 3}, "batch": {"micro": 1, "global": 1}}
     tied = groups | {"model": groups["model"] | {"tied_embeddings": True}}
-    more = [
-        run_dry(4, r, **tied).sent["pipeline"] - run_dry(4, r, **groups).sent["pipeline"] for r in range(4)
-    ]
-    embedding = 512 * 128 * 4
-    assert more[1:3] == [0, 0] and more[0] == more[3] == pytest.approx(embedding, rel=0.001)
+    first, middle, last = (
+        run_dry(3, rank, **tied).sent["pipeline"] - run_dry(3, rank, **groups).sent["pipeline"]
+        for rank in range(3)
+    )
+    assert middle == 0 and first == last == pytest.approx(512 * 128 * 4, rel=0.001)
 
 
 def test_components_add_up_and_offloaded_state_is_the_hosts() -> None:

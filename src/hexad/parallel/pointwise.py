@@ -118,8 +118,9 @@ class _Compiled:
             return self._guarded(*arguments)
         if torch._C._len_torch_dispatch_stack():  # a mode sees operators
             mode = _get_current_dispatch_mode()
-            fuses = isinstance(mode, Fusing)
-            return mode.fused(self._function, arguments) if fuses else self._guarded(*arguments)
+            if isinstance(mode, Fusing):
+                return mode.fused(self._function, arguments)
+            return self._guarded(*arguments)
         tensors: list[Tensor] = []
         description: list[Any] = []
         if (

@@ -358,7 +358,7 @@ class Mesh:
         """All ranks, with a process group for tensors in the hosts' memory; every rank calls this
         together."""
         world = self.world
-        if world.size == 1 or self.device.type == "cpu":
+        if world.size == 1 or world.alone or self.device.type == "cpu":
             return world
         with _not_splitting_the_default():
             group = dist.new_group(

@@ -20,8 +20,8 @@ from ..language import Counts, LanguageModel
 from ..modules import Facts
 
 
-class _Language(LanguageModel):
-    """Counts what all ranks have without asking them: in a dry run every token is a target."""
+class LanguageOfOne(LanguageModel):
+    """Counts what all ranks have without asking them: every token of a global batch is a target."""
 
     def _counted(self, counting: Future[Counts], equal: bool) -> Counts:
         counts = counting.result()
@@ -46,7 +46,7 @@ class DryEngine(Engine):
         self.optimizer.reading = _assumed  # type: ignore[method-assign]
 
     def _language_model(self, config: Config, mesh: Mesh) -> LanguageModel:
-        return _Language(config, mesh)
+        return LanguageOfOne(config, mesh)
 
     def _known(self) -> Facts:
         facts = Facts()

@@ -17,7 +17,7 @@ from hexad.planning import resolve
 from hexad.topology.layout import Layout
 
 from ..memory.layouts import LAYOUTS, Groups
-from ..memory.measure import measure, measured_config
+from ..memory.measure import compare_dry_runs, measure, measured_config
 from ..pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +29,8 @@ def run_dry(world: int, rank: int, **groups: dict[str, Any]) -> DryRun:
 
 
 def _check(world: int, groups: Groups, pool: Pool) -> None:
-    """Of the first, a middle and the last rank: to the byte, but for what another rank's thread still holds
-    in every measured step."""
-    measured = pool.run(world, measure, measured_config(**groups), world)
-    for rank in sorted({0, world // 2, world - 1}):
-        run = run_dry(world, rank, **groups)
-        assert run.sent == measured[rank].sent
-        assert 0.998 * measured[rank].peak <= run.peak <= measured[rank].peak, f"rank {rank}"
-        plan = measured[rank].plan
-        assert run.predicted_peak == plan.total + plan.host
+    config = measured_config(**groups)
+    compare_dry_runs(config, pool.run(world, measure, config, world))
 
 
 FIRST = (
@@ -64,10 +57,9 @@ OTHERS: dict[str, tuple[int, Groups]] = {
 """Settings that no layout of the memory model's sweep has."""
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", FIRST)
 def test_a_dry_run_is_a_real_one(layout: str, pool: Pool) -> None:
+    """So it is in all others, see ``tests/memory/test_memory.py``, which measures their ranks."""
     _check(*LAYOUTS[layout], pool)
 
 

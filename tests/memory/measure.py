@@ -1,5 +1,6 @@
 """A training step's memory on real ranks, beside the plan of the same run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,20 @@ DEFAULTS: Tree = {
 def measured_config(**groups: dict[str, Any]) -> Config:
     """The configuration of that run with the settings of ``groups``."""
     return config_of(DEFAULTS, **groups)
+
+
+def compare_dry_runs(config: Config, measured: Sequence[Found]) -> None:
+    """Dry runs of the first, a middle and the last rank against all ranks of a real run: to the byte, but for
+    what another rank's thread still holds in every measured step."""
+    from hexad.engine.dry.run import dry_run
+
+    world = len(measured)
+    resolved = resolve(config, Layout.from_settings(config.parallel, world))
+    for rank in sorted({0, world // 2, world - 1}):
+        run, of_rank = dry_run(resolved, rank), measured[rank]
+        assert run.sent == of_rank.sent, f"rank {rank}"
+        assert 0.998 * of_rank.peak <= run.peak <= of_rank.peak, f"rank {rank}"
+        assert run.predicted_peak == of_rank.plan.total + of_rank.plan.host
 
 
 def _pooled(engine: Any) -> int:

@@ -3,7 +3,8 @@
 Every collective ends at once with numbers of this rank: one copy, on the stream that computes, which takes
 the host less than a call of NCCL (the step ``nccl`` measures those). What remains is what the rank itself
 needs: the time of its kernels, the time in which they wait for the host, and memory, beside Hexad's
-prediction. The rank is in the middle of the pipeline.
+prediction. The rank is in the middle of the pipeline. A dry run (``hexad plan --dry-run``) counts the same
+rank's memory and bytes without a GPU, where nothing has values; here kernels run on numbers.
 
 PyTorch's backend ``fake`` leaves results as they were: numbers that are not finite would make Hexad leave out
 the update, and a GPU multiplies zeros faster than numbers.
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.config import Config
 from hexad.config.model import ModelSettings
-from hexad.engine.language import Counts, LanguageModel
+from hexad.engine.dry.engine import LanguageOfOne
 from hexad.planning import resolve
 from hexad.planning.costs import flops_per_token
 from hexad.planning.memory import predict
@@ -101,8 +101,8 @@ def _figures(bench: Bench, zero: int, left: Callable[[], float]) -> Iterator[dic
     if not bench.pretend:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)
-    with _without_peers(layout, rank, config.batch.global_ * tokens), collected_by_step() as collect:
-        engine = Engine(resolved, Mesh.create(layout, bench.device))
+    with _without_peers(layout, rank), collected_by_step() as collect:
+        engine = _Rank(resolved, Mesh.create(layout, bench.device))
 
         def step() -> None:
             if engine.train_step(batch).skipped:
@@ -145,22 +145,21 @@ def _figures(bench: Bench, zero: int, left: Callable[[], float]) -> Iterator[dic
 
 
 @contextmanager
-def _without_peers(layout: Layout, rank: int, targets: int) -> Iterator[None]:
-    """A world in which only this rank exists; ``targets`` are those of all ranks, which they would agree
-    on."""
-
-    def counted(_: LanguageModel, counting: Future[Counts], equal: bool) -> Counts:
-        return counting.result()._replace(targets=targets, agreement=0)
-
+def _without_peers(layout: Layout, rank: int) -> Iterator[None]:
+    """A world in which only this rank exists."""
     dist.init_process_group("alone", store=dist.HashStore(), rank=rank, world_size=layout.world)
     try:
-        with (
-            mock.patch.object(meshes, "_make_tree", _tree),
-            mock.patch.object(LanguageModel, "_counted", counted),
-        ):
+        with mock.patch.object(meshes, "_make_tree", _tree):
             yield
     finally:
         dist.destroy_process_group()
+
+
+class _Rank(Engine):
+    """The engine of a rank that asks no other one what the step has."""
+
+    def _language_model(self, config: Config, mesh: Mesh) -> LanguageOfOne:
+        return LanguageOfOne(config, mesh)
 
 
 def _flops(model: ModelSettings, layers: int, tokens: int) -> float:

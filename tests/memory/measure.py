@@ -1,5 +1,6 @@
 """A training step's memory on real ranks, beside the plan of the same run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,13 @@ class Found:
         state: bytes alive between steps, but for buffers that wait in the pool.
         peak: most bytes alive in a step.
         plan: what was predicted.
+        sent: bytes in a step, by axis.
     """
 
     state: int
     peak: int
     plan: MemoryPlan
+    sent: dict[str, int]
 
 
 DEFAULTS: Tree = {
@@ -45,6 +48,20 @@ DEFAULTS: Tree = {
 def measured_config(**groups: dict[str, Any]) -> Config:
     """The configuration of that run with the settings of ``groups``."""
     return config_of(DEFAULTS, **groups)
+
+
+def compare_dry_runs(config: Config, measured: Sequence[Found]) -> None:
+    """Dry runs of the first, a middle and the last rank against all ranks of a real run: to the byte, but for
+    what another rank's thread still holds in every measured step."""
+    from hexad.engine.dry.run import dry_run
+
+    world = len(measured)
+    resolved = resolve(config, Layout.from_settings(config.parallel, world))
+    for rank in sorted({0, world // 2, world - 1}):
+        run, of_rank = dry_run(resolved, rank), measured[rank]
+        assert run.sent == of_rank.sent, f"rank {rank}"
+        assert 0.998 * of_rank.peak <= run.peak <= of_rank.peak, f"rank {rank}"
+        assert run.predicted_peak == of_rank.plan.total + of_rank.plan.host
 
 
 def _pooled(engine: Any) -> int:
@@ -64,7 +81,11 @@ def measure(config: Config, world: int) -> Found:
     micro, length = config.batch.micro, config.data.sequence
     tokens = torch.arange(micro * length).view(micro, length) % 100
     slicing = Slicing.of(resolved.config.parallel, resolved.config.model)
-    microbatch = Microbatch(tokens, tokens).part(slicing, mesh.context.rank)  # as the loader gives it
+    isolated = config.data.documents == "isolate"
+    documents = tuple(range(0, micro * length + 1, length)) if isolated else None
+    microbatch = Microbatch(tokens, tokens, documents).part(
+        slicing, mesh.context.rank
+    )  # as the loader gives it
     batch = [microbatch] * (config.batch.global_ // micro // mesh.data.size)
     with Live() as live:
         engine = Engine(resolved, mesh)
@@ -72,7 +93,9 @@ def measure(config: Config, world: int) -> Found:
         state, peaks = live.restart() - _pooled(engine), []
         for _ in range(5):
             live.restart()
+            before = mesh.sent_bytes()
             engine.train_step(batch)
             peaks.append(live.peak)
+        sent = {axis: size - before[axis] for axis, size in mesh.sent_bytes().items()}
     rank = torch.distributed.get_rank() if world > 1 else 0
-    return Found(state, min(peaks), predict(resolved, rank))
+    return Found(state, min(peaks), predict(resolved, rank), sent)

@@ -26,7 +26,7 @@ from ..layers import shard_of, whole_model
 from ..pool import Pool
 from .layouts import LAYOUTS, Groups
 from .live import Live
-from .measure import measure, measured_config
+from .measure import Found, compare_dry_runs, measure, measured_config
 
 CPU = torch.device("cpu")
 GPT2 = {"family": "gpt2", "kv_heads": 8}
@@ -320,13 +320,17 @@ EXACT = [
 """Layouts that are measured in exact arithmetic."""
 
 
-def _check(world: int, groups: Groups, pool: Pool, bounds: tuple[float, float] = (-0.01, 0.05)) -> None:
-    """The plan against the ranks; the host's memory is a CPU's only one."""
-    for rank, measured in enumerate(pool.run(world, measure, measured_config(**groups), world)):
+def _check(
+    world: int, groups: Groups, pool: Pool, bounds: tuple[float, float] = (-0.01, 0.05)
+) -> list[Found]:
+    """The plan against the ranks, which are returned; the host's memory is a CPU's only one."""
+    ranks: list[Found] = pool.run(world, measure, measured_config(**groups), world)
+    for rank, measured in enumerate(ranks):
         plan = measured.plan
         assert plan.state + plan.host == pytest.approx(measured.state, rel=0.01), f"state of rank {rank}"
         error = (plan.total + plan.host) / measured.peak - 1
         assert bounds[0] <= error <= bounds[1], f"peak of rank {rank}: {error:.1%}, {plan.action}"
+    return ranks
 
 
 @pytest.mark.parametrize(
@@ -360,7 +364,9 @@ def test_the_rank_with_most_scores_is_predicted(ranks: int, pool: Pool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_peak_is_predicted_in_many_layouts(layout: str, pool: Pool) -> None:
-    _check(*LAYOUTS[layout], pool)
+    """And counted by dry runs."""
+    world, groups = LAYOUTS[layout]
+    compare_dry_runs(measured_config(**groups), _check(world, groups, pool))
 
 
 WITH_PARTS = [name for name, (_, groups) in LAYOUTS.items() if groups["memory"]["recompute_parts"]]

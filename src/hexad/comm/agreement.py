@@ -37,7 +37,7 @@ def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
 
     ``merge`` makes one of two values, the first of lower ranks; it is associative, and must not raise.
     """
-    if axis.size == 1:
+    if _single(axis):
         return value
     tree = _tree(axis)
     return wait_for(axis, lambda: _spread(tree, _gathered(tree, value, merge)))
@@ -53,7 +53,7 @@ def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
         except BaseException as error:
             result.set_exception(error)
 
-    if axis.size == 1:
+    if _single(axis):
         result.set_result(value)
     else:
         # A daemon: if a peer is lost, the end of the process does not wait for it.
@@ -63,7 +63,7 @@ def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
 
 def gathered(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
     """As :func:`merged`, on the first rank only; None on the others, which do not wait for it."""
-    if axis.size == 1:
+    if _single(axis):
         return value
     tree = _tree(axis)
     result = wait_for(axis, lambda: _gathered(tree, value, merge))
@@ -73,7 +73,7 @@ def gathered(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
 def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
     """The picklable values of this rank and its neighbours, by rank, ascending: those of its group on the
     lowest level of the tree, see :data:`~hexad.topology.layout.FAN_OUT`."""
-    if axis.size == 1:
+    if _single(axis):
         return {axis.rank: value}
     tree, own = _tree(axis), {axis.rank: value}
     lowest = tree.levels[0]
@@ -91,12 +91,12 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
         Exception: any other that it raised, likewise.
     """
     outcome: tuple[T | None, Exception | None] = None, None
-    if axis.rank == 0:
+    if axis.rank == 0 or axis.alone:
         try:
             outcome = action(), None
         except Exception as error:
             outcome = None, error
-    if axis.size > 1:
+    if not _single(axis):
         tree, own = _tree(axis), outcome
         outcome = wait_for(axis, lambda: _spread(tree, own))
     result, raised = outcome
@@ -116,7 +116,7 @@ def scattered(
     need. ``merge`` makes one of two needs, ``select`` takes the part of a value, or of a part that contains
     it; neither must raise.
     """
-    if axis.size == 1:
+    if _single(axis):
         return select(value, need)  # type: ignore[arg-type]
     tree = _tree(axis)
     return wait_for(axis, lambda: _handed_out(tree, value, need, merge, select))
@@ -205,6 +205,11 @@ def _lowest(one: dict[bytes, int], other: dict[bytes, int]) -> dict[bytes, int]:
     """The lowest rank of each hash; of a few hashes only."""
     ordered = sorted((other | one).items(), key=lambda item: item[1])
     return dict(ordered[:_MOST_VALUES])
+
+
+def _single(axis: Axis) -> bool:
+    """Whether there is no other rank to agree with."""
+    return axis.size == 1 or axis.alone
 
 
 def _tree(axis: Axis) -> Tree:

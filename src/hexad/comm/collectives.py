@@ -17,6 +17,7 @@ from torch.autograd import profiler
 from hexad.topology.mesh import Axis
 from hexad.topology.sent import sent_bytes
 
+from .memory import same_place
 from .trace import Call, Kind, Trace
 
 T = TypeVar("T")
@@ -84,6 +85,9 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
+    if axis.alone:
+        _fill_as_if_alike(result, inputs)
+        call = partial(_Returned, inputs)
     kind = axis.kinds.get((operation, peer)) or _kind(operation, axis, peer)
     made = Call(kind, nbytes, time.time())
     if axis.trace is not None:
@@ -92,6 +96,30 @@ def _start(
         return Pending(result, _labelled(kind, "", call), made, axis, finish)
     except RuntimeError as error:
         raise CommError(f"{kind.what} failed: {error}") from error
+
+
+class _Returned:
+    """What torch's ``Work`` is, of a call that no other rank takes part in; what is sent lives until it is
+    waited for."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = inputs
+
+    def wait(self) -> None:
+        """No-op."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+def _fill_as_if_alike(result: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Fill the result of a call without other ranks as if these had what this one has: of numbers that are
+    known, such as counts on a CPU. Tensors on ``meta`` have no values."""
+    if inputs and result.numel() and not any(tensor.is_meta for tensor in (result, *inputs)):
+        (source,) = inputs
+        times = -(-result.numel() // max(1, source.numel()))
+        result.copy_(source.flatten().repeat(times)[: result.numel()].view_as(result))
 
 
 def _kind(operation: str, axis: Axis, peer: int | None) -> Kind:
@@ -144,7 +172,7 @@ def all_gather_async(tensor: Tensor, axis: Axis, out: Tensor | None = None) -> P
 
 def _alone(tensor: Tensor, out: Tensor | None) -> Pending:
     """The result on one rank: what it has, in ``out`` if that is given."""
-    if out is None or out.data_ptr() == tensor.data_ptr():
+    if out is None or same_place(out, tensor):
         return Pending(tensor if out is None else out)
     return Pending(out.copy_(tensor))
 

@@ -136,14 +136,20 @@ class CudaStreams(Streams):
         return tensor.to(device, non_blocking=True)
 
 
+class _WithoutValues(Streams):
+    """Those of ``meta``, which stands for a GPU: nothing is computed, and nothing waited for."""
+
+    apart = True
+
+
 def of(device: torch.device) -> Streams:
     """A device's streams, the same for all who ask."""
     if device.type != "cuda":
-        return _HOST
+        return _META if device.type == "meta" else _HOST
     return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
-_HOST = Streams()
+_HOST, _META = Streams(), _WithoutValues()
 
 
 @cache

@@ -134,7 +134,7 @@ class Engine(State):
         """The language model's stages."""
         self.config, self.plan = resolved.config, resolved.plan
         self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
-        self.language = LanguageModel(self.config, self.mesh)
+        self.language = self._language_model(self.config, self.mesh)
         self._compute, self._boundary = compute, self.language.boundary
         stages = build_stages(
             self.config.model,
@@ -154,6 +154,9 @@ class Engine(State):
         if not self.training:
             freeze(*stages.values())
         self.stages = dict(stages)
+
+    def _language_model(self, config: Config, mesh: Mesh) -> LanguageModel:
+        return LanguageModel(config, mesh)
 
     @property
     def _full(self) -> bool:

@@ -106,6 +106,24 @@ Entries = list[tuple[str, str]]
 """Name and description of everything that a stage's plain modules hold."""
 
 
+class Facts(NamedTuple):
+    """What stages hold that all ranks must know.
+
+    Attributes:
+        grids: of their weights.
+        ties: (what it has in common with other stages, number of the stage) of their parameters.
+        trains: a parameter is trained.
+    """
+
+    grids: frozenset[Grid] = frozenset()
+    ties: frozenset[tuple[str, int]] = frozenset()
+    trains: bool = False
+
+    def plus(self, other: Facts) -> Facts:
+        """The facts of both."""
+        return Facts(self.grids | other.grids, self.ties | other.ties, self.trains or other.trains)
+
+
 @dataclass(frozen=True)
 class Modules:
     """What a rank's stages hold, and what it must know of other ranks' to make the same process groups.
@@ -136,6 +154,7 @@ class Modules:
         training: bool = True,
         groups: Sequence[Mapping[str, Any]] | None = None,
         ties: Ties = MappingProxyType({}),
+        known: Facts | None = None,
     ) -> Modules:
         """Find them; all ranks of the mesh call this together.
 
@@ -149,6 +168,7 @@ class Modules:
             training: refuse stages in which nothing is trained.
             groups: of a ``torch.optim`` optimizer; a parameter's bucket keeps the number of its group.
             ties: plain parameters of several stages.
+            known: of other ranks' stages, where these do not exist (a dry run).
 
         Raises:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
@@ -169,20 +189,21 @@ class Modules:
         agreed(lambda: _check(stages, placement, mesh.pipeline, everything), mesh.world)
         if groups is not None:
             held = agreed(lambda: _grouped(held, groups), mesh.world)
-        grids = {declared.declaration.weights[0].grid for _, declared in held}
-        mine = {(declared.declaration.tied, stage) for stage, declared in held if declared.declaration.tied}
-        trains = any(declared.parameter.requires_grad for _, declared in held)
-        grids, mine, trains = merged(
-            (grids, mine, trains), mesh.world, lambda a, b: (a[0] | b[0], a[1] | b[1], a[2] or b[2])
+        own = Facts(
+            frozenset(declared.declaration.weights[0].grid for _, declared in held),
+            frozenset((d.declaration.tied, stage) for stage, d in held if d.declaration.tied),
+            any(declared.parameter.requires_grad for _, declared in held),
         )
-        stages_of = {name: sorted(n for other, n in mine if other == name) for name, _ in sorted(mine)}
-        if training and not trains:
+        facts = merged(own if known is None else own.plus(known), mesh.world, Facts.plus)
+        tied = sorted(facts.ties)
+        stages_of = {name: [number for other, number in tied if other == name] for name, _ in tied}
+        if training and not facts.trains:
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
         if _names_collide(_entries(stages, held, untrained), mesh.world):
             held = [(n, _renamed(declared, n) if declared.plain else declared) for n, declared in held]
             untrained = [replace(value, name=f"stages.{value.stage}.{value.name}") for value in untrained]
         copies = (mesh.gradient_axis(), *mesh.model_axes())
-        return cls(held, untrained, sorted(grids), stages_of, copies, mesh.device)
+        return cls(held, untrained, sorted(facts.grids), stages_of, copies, mesh.device)
 
     def broadcast(self, tensors: Iterable[Tensor], *axes: Axis) -> None:
         """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP; or

@@ -29,7 +29,7 @@ from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 
 from .language import compiles
-from .modules import Modules, Ties
+from .modules import Facts, Modules, Ties
 
 
 def formats(precision: PrecisionSettings) -> Formats:
@@ -72,7 +72,8 @@ class State:
         self._described = described
         parallel, owners = config.parallel, plan.schedule.placement
         groups = None if optimizer is None else optimizer.param_groups
-        self.modules = Modules.agreed(stages, owners, mesh, training, groups, ties or {})
+        known = self._known()
+        self.modules = Modules.agreed(stages, owners, mesh, training, groups, ties or {}, known)
         # In an order that is the same on all ranks: each makes the same process groups.
         self.sharding = {
             grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
@@ -103,6 +104,10 @@ class State:
         rule, clip = self._rule(optimizer), config.optimizer.clip
         self.optimizer = BucketOptimizer(self.trained, rule, clip, self.sharding, mesh.pipeline, norm, axes)
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world)
+
+    def _known(self) -> Facts | None:
+        """What is known of other ranks' stages, where these do not exist (a dry run)."""
+        return None
 
     def _rule(self, optimizer: Any) -> Rule:
         if optimizer is None:

@@ -142,9 +142,11 @@ def varlen(
     FlashAttention 4 or 3 takes the place of PyTorch's flash kernels before, if it computes spans of equal
     lengths, and others too where windows need them.
     """
-    if device.type != "cuda" or dtype.itemsize != 2:
+    if device.type not in ("cuda", "meta") or dtype.itemsize != 2:
         return None
     kernel = _varlen_kernel(heads != kv_heads)
+    if device.type == "meta":  # a GPU's, whose kernels cannot be tried
+        return kernel
     refusal = partial(_refusal, device, dtype, heads, kv_heads, width)
     _use_newest_flash(torch.cuda.get_device_capability(device), refusal, kernel if windowed else None)
     why = "this version of PyTorch has no kernel" if kernel is None else refusal(kernel)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from hexad.comm.memory import memory_of
+
 from .recompute_inventory import Part, Parts
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
@@ -54,8 +56,9 @@ def _full(forward: Callable[..., Tensor], last: Last) -> Callable[..., Tensor]:
 
         if not torch.is_grad_enabled():
             return forward(x, *rest)
-        # Nothing here draws from a generator: dropout is a function of the element.
-        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+        # Nothing here draws from a generator: dropout is a function of the element. Formats and devices are
+        # not compared, which takes the host time: no layer chooses them anew.
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
     return recomputing
 
@@ -129,10 +132,10 @@ class _Selective(saved_tensors_hooks):
     ) -> None:
         """Recompute ``result`` by ``function``, unless it lies in the memory of an argument."""
         storage = (result if isinstance(result, Tensor) else result[0]).untyped_storage()
-        address = storage.data_ptr()
+        memory = storage._cdata
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        if all(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
-            self._sources[address] = _Source(function, arguments, weakref.ref(storage))
+        if all(memory_of(tensor) != memory for tensor in tensors):
+            self._sources[memory] = _Source(function, arguments, weakref.ref(storage))
 
     def close(self) -> None:
         """Forget what was registered: from now on it lives as long as the graph that needs it."""
@@ -140,7 +143,7 @@ class _Selective(saved_tensors_hooks):
 
     def _pack(self, saved: Tensor) -> Any:
         storage = saved.untyped_storage()
-        source = self._sources.get(storage.data_ptr())
+        source = self._sources.get(storage._cdata)
         if source is None or source.storage() is not storage:  # or other values at the same address
             # A result's graph holds the function that made it, and the function holds the result: if no
             # backward pass reaches them, neither is ever released.

@@ -161,7 +161,7 @@ class BucketOptimizer:
         norm = self.gradient_norm().to(torch.float64) / scale
         forbidden = None if veto is None else veto.wait()
         factor = self._factor(norm, forbidden, scale)
-        read = self._reading([norm, factor, *([] if further is None else [further])])
+        read = self.reading([norm, factor, *([] if further is None else [further])])
         streams.of(self._norm.device).join(streams.SAVING)
         if self.rule.widens:
             self.rule.update(self._on_master(), rates, factor, publish)
@@ -186,7 +186,7 @@ class BucketOptimizer:
             allowed &= (veto == 0).view(())
         return torch.where(allowed, factor, math.nan)
 
-    def _reading(self, parts: Sequence[Tensor]) -> Callable[[], list[float]]:
+    def reading(self, parts: Sequence[Tensor]) -> Callable[[], list[float]]:
         """Start to read numbers of the device, ``[any]`` or scalars; returns how the host gets them."""
         numbers = torch.cat([part.to(torch.float64).view(-1) for part in parts])
         queue = streams.of(self._norm.device)

@@ -12,6 +12,7 @@ import os
 import shutil
 import sysconfig
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 Function = Callable[..., Any]
 
@@ -38,6 +40,15 @@ def compiler_options() -> dict[str, Any] | None:
 def maybe_compiled(function: Function, compiled: bool) -> Function:
     """``function``, or what it is compiled to."""
     return _compiled(function) if compiled else function
+
+
+class Fusing(TorchDispatchMode):
+    """A mode that sees a compiled function as one operator, in place of generated code that it could not
+    look into."""
+
+    @abstractmethod
+    def fused(self, function: Function, arguments: tuple[Any, ...]) -> Any:
+        """What the function returns."""
 
 
 @cache
@@ -97,6 +108,7 @@ class _Compiled:
     """
 
     def __init__(self, function: Function) -> None:
+        self._function = function
         self._guarded = torch.compile(function, backend=self._generate)
         self._calls: dict[tuple[Any, ...], _Call] = {}
         self._thread = threading.local()
@@ -104,12 +116,16 @@ class _Compiled:
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling():  # part of a larger graph
             return self._guarded(*arguments)
+        if torch._C._len_torch_dispatch_stack():  # a mode sees operators
+            mode = _get_current_dispatch_mode()
+            if isinstance(mode, Fusing):
+                return mode.fused(self._function, arguments)
+            return self._guarded(*arguments)
         tensors: list[Tensor] = []
         description: list[Any] = []
         if (
             not _describe(arguments, tensors, description)
             or len(set(map(id, tensors))) < len(tensors)
-            or torch._C._len_torch_dispatch_stack()  # a mode sees operators
             or torch._C._len_torch_function_stack()
         ):
             return self._guarded(*arguments)

@@ -46,6 +46,7 @@ class Axis:
         buffers: memory that all its exchanges of one kind use, see :meth:`buffer`.
         parts: the axes that this one is the product of, slowest first, where weights may be divided over one
             of them alone, see :meth:`Mesh.factored`.
+        alone: no other rank exists, and none is waited for (a dry run, see :meth:`Mesh.of_one`).
         to_next, to_previous: of the pipeline axis on NCCL, process groups of the same ranks for messages in
             one direction. NCCL executes the messages of one communicator one after the other, so that the two
             directions would wait for each other in ``group``. None of other axes and on gloo.
@@ -65,6 +66,7 @@ class Axis:
     parts: tuple[Axis, ...] = ()
     to_next: dist.ProcessGroup | None = None
     to_previous: dist.ProcessGroup | None = None
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.size = len(self.ranks)
@@ -89,6 +91,8 @@ class Axis:
     def on_host(self) -> bool:
         """Whether the host carries its collectives out (gloo): they are complete once they were waited for.
         Others are queued on a device."""
+        if self.alone:
+            return self.device.type == "cpu"
         if self.group is None:
             return False
         backend = dist.get_backend(self.group)  # undefined: one for each type of device, gloo for CPUs
@@ -229,8 +233,7 @@ class Mesh:
         if len(members) > 1:
             # A group of its own: torch names groups after how many a process has made before, and NCCL's are
             # split off by all ranks of the axis together.
-            apart = f"apart from {axis.name}"
-            new_group(axis.name, (self.rank,), axis.group, self.device, self.timeout, apart)
+            self._group(axis.name, (self.rank,), axis.group, f"apart from {axis.name}")
         return self._part(axis, (self.rank,), None)
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
@@ -260,7 +263,8 @@ class Mesh:
         inside = whole
         if size < whole.size:
             inside = self._part(whole, whole.ranks[run * size : (run + 1) * size], whole.group)
-        known = (Axis(parts[0], whole.ranks[place::size], run), replace(inside, name=parts[1]))
+        across = Axis(parts[0], whole.ranks[place::size], run, alone=whole.alone)
+        known = (across, replace(inside, name=parts[1]))
         axes = {**self.axes, name: replace(whole, parts=known), **dict(zip(parts, known))}
         return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
 
@@ -281,9 +285,10 @@ class Mesh:
         as in :func:`new_group`."""
         group = None
         if len(members) > 1:
-            group = new_group(axis.name, members, parent, self.device, self.timeout, f"part of {axis.name}")
+            group = self._group(axis.name, members, parent, f"part of {axis.name}")
         rank, device = members.index(self.rank), self.device
-        return Axis(axis.name, members, rank, group, device, axis.sent, axis.calls, axis.trace)
+        counted = {"sent": axis.sent, "calls": axis.calls, "trace": axis.trace, "alone": axis.alone}
+        return Axis(axis.name, members, rank, group, device, **counted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         """Itself: copies of what refers to it are on the same ranks."""
@@ -301,24 +306,45 @@ class Mesh:
         everyone = dist.group.WORLD if layout.world > 1 else None
         tree = _make_tree(rank, layout.world, limit) if layout.world > 1 else None
         world = tuple(range(layout.world))
-        axes = {"world": Axis("world", world, rank, everyone, device, trace=trace, tree=tree)}
+        whole = Axis("world", world, rank, everyone, device, trace=trace, tree=tree)
+        return cls._connected(layout, whole, limit)
+
+    @classmethod
+    def of_one(cls, layout: Layout, rank: int, device: torch.device) -> Mesh:
+        """The mesh of one rank without the others, for a dry run: collectives are counted in bytes and return
+        at once, agreements are this rank's own, and there are no process groups."""
+        whole = Axis("world", tuple(range(layout.world)), rank, device=device, alone=layout.world > 1)
+        return cls._connected(layout, whole, timedelta())
+
+    @classmethod
+    def _connected(cls, layout: Layout, world: Axis, limit: timedelta) -> Mesh:
+        """The mesh around the axis of all ranks, with the groups of the axes in use."""
+        rank, axes = world.rank, {"world": world}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
-            axes[name] = Axis(name, ranks, ranks.index(rank), device=device, trace=trace)
-        mesh = cls(layout, rank, device, axes, limit)
+            place, alone = ranks.index(rank), world.alone
+            axes[name] = Axis(name, ranks, place, device=world.device, trace=world.trace, alone=alone)
+        mesh = cls(layout, rank, world.device, axes, limit)
         # From large to small, since a small group is split off the smallest that contains it.
         mesh.gradient_axis()
         for name in sorted(TRAINING_AXES, key=layout.degree, reverse=True):
             if axes[name].size > 1:
-                axes[name].group = mesh._group(axes[name], mesh._smallest_around((name,)), name)
+                axes[name].group = mesh._group(name, axes[name].ranks, mesh._smallest_around((name,)), name)
         pipeline = mesh.pipeline
         if pipeline.size > 1 and not pipeline.on_host:
-            pipeline.to_next = mesh._group(pipeline, pipeline.group, "pipeline, to the next rank")
-            pipeline.to_previous = mesh._group(pipeline, pipeline.group, "pipeline, to the previous rank")
+            ways = (f"pipeline, to the {way} rank" for way in ("next", "previous"))
+            pipeline.to_next, pipeline.to_previous = (
+                mesh._group(pipeline.name, pipeline.ranks, pipeline.group, way) for way in ways
+            )
         return mesh
 
-    def _group(self, axis: Axis, parent: dist.ProcessGroup | None, description: str) -> dist.ProcessGroup:
-        return new_group(axis.name, axis.ranks, parent, self.device, self.timeout, description)
+    def _group(
+        self, axis: str, members: tuple[int, ...], parent: dist.ProcessGroup | None, description: str
+    ) -> dist.ProcessGroup | None:
+        """As :func:`new_group`; None where no other rank exists."""
+        if self.world.alone:
+            return None
+        return new_group(axis, members, parent, self.device, self.timeout, description)
 
     def background(self, name: str, timeout: timedelta | None = None, trace: Any = None) -> Axis:
         """All ranks, for agreements that are made beside others: each of :data:`CHANNELS` by its name."""
@@ -326,13 +352,13 @@ class Mesh:
         tree, channel = world.tree, CHANNELS.index(name)
         if tree is not None:  # the same connections
             tree = replace(tree, channel=channel, timeout=timeout or tree.timeout)
-        return Axis(name, world.ranks, world.rank, trace=trace, tree=tree)
+        return Axis(name, world.ranks, world.rank, trace=trace, tree=tree, alone=world.alone)
 
     def on_hosts(self) -> Axis:
         """All ranks, with a process group for tensors in the hosts' memory; every rank calls this
         together."""
         world = self.world
-        if world.size == 1 or self.device.type == "cpu":
+        if world.size == 1 or world.alone or self.device.type == "cpu":
             return world
         with _not_splitting_the_default():
             group = dist.new_group(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hexad.comm import streams
+from hexad.comm.memory import same_place
 from hexad.config.errors import HexadError
 from hexad.topology.mesh import Axis, Mesh
 
@@ -207,7 +208,7 @@ class Bucket:
     @property
     def in_use(self) -> bool:
         """Whether modules compute with the master values themselves."""
-        return self.plan.resident and self.master.data_ptr() == self.source.data_ptr()
+        return self.plan.resident and same_place(self.master, self.source)
 
     @property
     def held(self) -> tuple[Tensor, int]:
@@ -222,7 +223,7 @@ class Bucket:
         masters, which have more digits."""
         shard = self.shard(self.whole)
         streams.of(shard.device).join(streams.SAVING)
-        if self.master.data_ptr() != shard.data_ptr():
+        if not same_place(self.master, shard):
             values = shard.to(self.master.device)
             changed = values != self.master.to(shard.dtype)
             self.master.copy_(torch.where(changed, values.to(self.master.dtype), self.master))
@@ -230,7 +231,7 @@ class Bucket:
     def written_too(self) -> Tensor | None:
         """Where an update on the device writes the new master values too, in the model's format, so that
         :meth:`publish` does not copy them; None where there is no copy."""
-        if self.offloaded or self.source.data_ptr() == self.master.data_ptr():
+        if self.offloaded or same_place(self.source, self.master):
             return None
         self._read(self.members[0].parameter)  # waits where its old values are still being gathered
         self._copied = True
@@ -239,7 +240,7 @@ class Bucket:
     def publish(self) -> None:
         """Copy new master values to where they are gathered from."""
         self._forget_derived()
-        if not self._copied and self.source.data_ptr() != self.master.data_ptr():
+        if not (self._copied or same_place(self.source, self.master)):
             self.source.copy_(self.master, non_blocking=True)
         self._copied = False
 

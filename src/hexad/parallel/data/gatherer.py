@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from hexad.comm import Pending, all_gather_async
+from hexad.comm.memory import memory_of
 
 from ..sharding import Provide, not_gathered
 from .buckets import Bucket, BufferPool, Shardings
@@ -238,7 +239,7 @@ class ParameterGatherer:
 def _shares_memory(tensor: Tensor, whole: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.dtype != whole.dtype:
         return False
-    return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return memory_of(tensor) == memory_of(whole)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from hexad.comm import (
     reduce_scatter_async,
     streams,
 )
+from hexad.comm.memory import same_place
 from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
@@ -220,7 +221,7 @@ class Gradients:
     def _wait(self) -> None:
         for pending, gradient in self._summing:
             total = pending.wait()
-            if total.data_ptr() != gradient.data_ptr():
+            if not same_place(total, gradient):
                 gradient.copy_(total)
         self._summing.clear()
 
@@ -280,7 +281,7 @@ class Gradients:
         shard, replicas = pending.wait(), self._axes_of(bucket)[1]
         if self._extended:  # what there was is the sum of all replicas already
             shard = all_reduce(self._narrowed(shard, replicas).contiguous(), replicas)
-        if shard.data_ptr() != bucket.gradient.data_ptr():
+        if not same_place(shard, bucket.gradient):
             Dense(shard).add_to(bucket.gradient, first)
         if bucket.gradients is not gradients:
             self._pool.give(bucket, gradients)
@@ -311,4 +312,4 @@ def _gather(product: WeightGradient) -> Pending | None:
 def _same_inputs(product: WeightGradient, other: WeightGradient) -> bool:
     """Whether both are products of the same inputs, gathered alike: of a stream divided over tokens, one
     layer may multiply the rows of all ranks, another this rank's."""
-    return product.gather is other.gather and product.inputs.data_ptr() == other.inputs.data_ptr()
+    return product.gather is other.gather and same_place(product.inputs, other.inputs)

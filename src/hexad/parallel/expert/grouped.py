@@ -75,6 +75,8 @@ def add_gradients(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool, 
         offsets: int32 ``[experts]``, where the rows of each expert end.
     """
     matrices = total.view(len(offsets), gradient.shape[1], inputs.shape[1])
+    if gradient.is_meta:  # the kernel writes to the total alone
+        return
     if on_device(gradient.device, gradient.dtype):
         from .weight_gradient_kernel import add_weight_gradients  # Triton comes with PyTorch for GPUs
 

@@ -92,6 +92,7 @@ class Executor(Generic[M]):
         times: (start, end) of every action of the last recorded run, in seconds since its start; time spent
             waiting for messages lies between actions.
         began: start of that run, in seconds since the epoch.
+        began_action: called with each action before it is executed, and with None after the last one.
     """
 
     schedule: Schedule
@@ -105,6 +106,7 @@ class Executor(Generic[M]):
     peak_activations: int = 0
     times: list[tuple[float, float]] = field(default_factory=list)
     began: float = 0.0
+    began_action: Callable[[Action | None], None] | None = None
 
     def __post_init__(self) -> None:
         self._transfers = transfers(self.schedule, self.costs)[self.axis.rank]
@@ -134,6 +136,8 @@ class Executor(Generic[M]):
         walk = _Walk(self.schedule, self.stages, microbatches, scale, self.gradients)
         clock = _Clock(self.device) if record else None
         for action in self.schedule.ranks[self.axis.rank]:
+            if self.began_action is not None:
+                self.began_action(action)
             message = self.schedule.received(action)
             received = None if message is None else exchange.receive(message)
             if clock is not None:
@@ -148,6 +152,8 @@ class Executor(Generic[M]):
             del received, result
             self.peak_activations = max(self.peak_activations, walk.held)
         exchange.finish()
+        if self.began_action is not None:
+            self.began_action(None)
         if clock is not None:
             self.times, self.began = clock.pairs(), clock.began
         return walk.total

@@ -1,0 +1,13 @@
+"""Whether tensors share memory. Addresses cannot tell: tensors without values (``meta``) have none."""
+
+from torch import Tensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that tensors of the same memory have in common, and no others that exist at the same time."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one format begin at the same place of the same memory."""
+    return one.storage_offset() == other.storage_offset() and memory_of(one) == memory_of(other)

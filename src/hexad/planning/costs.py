@@ -102,7 +102,6 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
     return sum(product.flops for product in products if not product.again) / sequence
 
 
-@lru_cache(maxsize=8)
 def layer_costs(model: ModelSettings, sequence: int) -> ModelFlops:
     """Arithmetic per token of every layer and of the output head.
 
@@ -116,6 +115,13 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelFlops:
     Raises:
         ConfigError: ``model.vocab`` is still ``auto``.
     """
+    return _layer_costs(model.model_dump_json(), sequence)
+
+
+@lru_cache(maxsize=8)
+def _layer_costs(model_json: str, sequence: int) -> ModelFlops:
+    """As :func:`layer_costs`, of a model as text: settings may hold lists."""
+    model = ModelSettings.model_validate_json(model_json)
     run = Execution(1, sequence)
     stage = _inventory(model, sequence).stage(range(model.layers))
     assert stage.head is not None

@@ -55,6 +55,7 @@ CONTENTS: dict[str, tuple[str, ...]] = {
         "pipeline",
         "conversion.pipeline.PipelinedModel",
     ),
+    "Planning": ("plan", "planning.plan.Plan", "planning.plan.explained", "planning.search.Candidate"),
     "Ranks": ("Layout", "Mesh", "Axis"),
     "Errors": ("HexadError", "ConfigError"),
 }

@@ -7,6 +7,7 @@ Functions::
     generate(source, prompts, ...)    continue prompts with a run, a checkpoint or ``hf:DIR``
     evaluate(source, data, ...)       loss, perplexity and bits per byte
     score(source, sequences)          log-probabilities of given tokens
+    plan(model, cluster, ...)         the fastest layouts of a model on a cluster, without it
     launch(config)                    join the world, for a custom loop around an Engine
     parallelize(module, mesh, plan)   divide a user's or a transformers model over tensor ranks
     pipeline(module, mesh, ...)       divide it into pipeline stages
@@ -44,6 +45,7 @@ _PUBLIC = {
     "load_config": "hexad.model.configuration",
     "parallelize": "hexad.conversion.parallelize",
     "pipeline": "hexad.conversion.pipeline",
+    "plan": "hexad.planning.plan",
     "score": "hexad.api",
     "train": "hexad.api",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "load_config",
     "parallelize",
     "pipeline",
+    "plan",
     "score",
     "train",
 ]
@@ -82,6 +85,7 @@ if TYPE_CHECKING:
     from hexad.generation.generator import Generator
     from hexad.launching.launch import launch
     from hexad.model.configuration import load_config
+    from hexad.planning.plan import plan
     from hexad.topology.layout import Layout
     from hexad.topology.mesh import Axis, Mesh
     from hexad.training.callbacks import Callback

@@ -1,4 +1,4 @@
-"""``hexad plan --dry-run``: its table, its JSON, and what it refuses."""
+"""``hexad plan``: the fastest layouts and dry runs, as tables and JSON, and what is refused."""
 
 import json
 from pathlib import Path
@@ -91,5 +91,43 @@ def test_refusals_name_the_cause(name: str, path: str) -> None:
     assert result.status == 2 and result.out == "" and reason in result.error, result.err
 
 
-def test_something_is_asked_for(path: str) -> None:
-    assert "found no --dry-run" in call("plan", path).error
+SMALL = ["--cluster", "h100:8", "--fix", "parallel.context=1", "--fix", "batch.micro=2"]
+
+
+def test_the_fastest_layouts(path: str, tmp_path: Path) -> None:
+    """As JSON, as a table, and written as a configuration, which is checked."""
+    output = tmp_path / "best.yaml"
+    result = call("plan", path, *SMALL, "--top", "3", "--output", str(output), "--json")
+    document = json.loads(result.out)
+    assert 1 <= len(document["layouts"]) <= 3 and document["cluster"] == {"gpu": "h100", "gpus": 8}
+    best = document["layouts"][0]
+    assert sum(best["seconds"].values()) == pytest.approx(best["step_seconds"])
+    assert best["margin"] == best["capacity"] - best["memory"]["device_total"] > 0
+    assert call("config", "check", str(output), "--world", "8", "--elsewhere").status == 0
+    again = call("plan", path, *SMALL, "--output", str(output))
+    assert again.status == 2 and "best.yaml" in again.error  # it is there already
+
+
+def test_one_layout_and_two(path: str) -> None:
+    one = call("plan", path, *SMALL, "--explain", "tensor=4,pipeline=1,zero=1")
+    assert one.status == 0 and "model FLOPs at the peak" in one.out and "NCCL's buffers" in one.out
+    two = call("plan", path, *SMALL, "--compare", "tensor=4,pipeline=1", "tensor=1,pipeline=1,zero=3")
+    assert two.status == 0 and "step seconds" in two.out and "B - A" in two.out
+
+
+UNPLANNED = {
+    "no model": ([], "plan: found no model"),
+    "no cluster": (["PATH"], "plan: found no cluster"),
+    "two models": (["PATH", "--model", "gpt2"], "found --model gpt2 beside"),
+    "a rank": (["PATH", "--cluster", "h100:8", "--rank", "1"], "--rank: found without --dry-run"),
+    "no layout": (["PATH", "--cluster", "h100:8", "--explain", "tensor"], "layout: found 'tensor', expected"),
+    "a degree": (["PATH", "--cluster", "h100:8", "--explain", "tensor=3"], "parallel.tensor"),
+    "a file": (["PATH", "--cluster", "missing.yaml:8"], "missing.yaml"),
+}
+
+
+@pytest.mark.parametrize("name", UNPLANNED)
+def test_plans_that_are_refused(name: str, path: str) -> None:
+    arguments, reason = UNPLANNED[name]
+    result = call("plan", *(path if text == "PATH" else text for text in arguments))
+    assert result.status == 2 and result.out == "" and reason in result.error, result.err

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from hexad.config import ConfigError, HexadError, did_you_mean
-from hexad.model.configuration import load_config
+from hexad.config import HexadError
 from hexad.planning import Resolved, planned_layout, resolve
 from hexad.planning.memory import largest, per_pipeline_rank
+from hexad.planning.plan import planned_config, read_cluster
 from hexad.show.memory import memory_title
-from hexad.topology.devices import Gpu, named_gpus
 
 from .options import split_settings
 
@@ -24,7 +23,7 @@ _GIB = 2**30
 
 
 def planned_job(
-    settings: tuple[str, ...], model: str | None, cluster: str | None, numbers: Mapping[str, int | None]
+    settings: tuple[str, ...], model: str | None, cluster: str | None, numbers: Mapping[str, int | str | None]
 ) -> Resolved:
     """The job to plan.
 
@@ -40,40 +39,11 @@ def planned_job(
     path, overrides = split_settings("plan", settings)
     if model is not None and path is not None:
         raise HexadError(f"plan: found --model {model} beside the configuration file {path}; give one")
-    if model is not None and model.endswith((".yaml", ".yml")):
-        path = model
-    elif model is not None:
-        overrides = [f"model.preset={model}", *overrides]
-    elif path is None:
-        raise HexadError("plan: found no model; give a configuration file, or --model with a preset")
-    overrides += [f"{key}={number}" for key, number in numbers.items() if number is not None]
-    name, gpu, world = (None, None, None) if cluster is None else cluster_of(cluster)
-    if gpu is not None:
-        overrides.append("run.device=cuda")
-    config = load_config(path, overrides)
-    if gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
-        raise ConfigError(
-            "precision.dtype", f"found fp8, but {name} has no fp8 matrix units; use auto or bf16"
-        )
-    return resolve(config, planned_layout(config, world), bf16=None if gpu is None else gpu.bf16)
-
-
-def cluster_of(text: str) -> tuple[str, Gpu, int]:
-    """(name of the GPU, the GPU, how many) of ``h100:1024``.
-
-    Raises:
-        HexadError: it is of another form, or no known GPU.
-    """
-    word, _, count = text.partition(":")
-    known, name = named_gpus(), "-".join(word.lower().replace("_", " ").replace("-", " ").split())
-    if not (count.isascii() and count.isdigit() and int(count)):
-        raise HexadError(
-            f"--cluster: found '{text}', expected a GPU and how many there are, such as h100:1024"
-        )
-    if name not in known:
-        hint = did_you_mean(name, known) or f"; known: {', '.join(known)}"
-        raise HexadError(f"--cluster: found '{word}', which is no known GPU{hint}")
-    return name, known[name][0], int(count)
+    overrides += [f"{key}={value}" for key, value in numbers.items() if value is not None]
+    target = None if cluster is None else read_cluster(cluster)
+    config = planned_config(model or path, overrides, target)
+    world, bf16 = (None, None) if target is None else (target.cluster.gpus, target.gpu.bf16)
+    return resolve(config, planned_layout(config, world), bf16=bf16)
 
 
 def run_dry(resolved: Resolved, rank: int | None) -> DryRun:

@@ -25,7 +25,7 @@ _COMMANDS = {
     "data": ("hexad.cli.data", "data", "Build, inspect and verify datasets."),
     "tokenizer": ("hexad.cli.tokenizer", "tokenizer", "Train and show tokenizers."),
     "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Inspect, verify, import and export checkpoints."),
-    "plan": ("hexad.cli.plan", "plan", "What a job will need: one rank, dry-run on a CPU."),
+    "plan": ("hexad.cli.plan", "plan", "Find the fastest layouts of a model on a cluster."),
     "show": ("hexad.cli.show", "show", "Draw layouts, schedules and runs."),
     "config": ("hexad.cli.config", "config", "Write, show and check configurations; presets."),
 }

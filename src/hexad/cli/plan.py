@@ -1,45 +1,121 @@
-"""``hexad plan``: what a job will need, found out without its hardware."""
+"""``hexad plan``: the fastest layouts of a job, found before it is queued and without its hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from hexad.config import HexadError
 
-from .dry_run import dry_run_json, dry_run_text, planned_job, run_dry
-from .options import json_option, print_json
+from .options import json_option, print_json, split_settings
 
 
-@click.command()
+class _Default(click.Group):
+    """A group that takes anything but its commands' names for arguments of the first one."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = ["layouts", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Default, add_help_option=False)
+def plan() -> None:
+    """Find the fastest layouts of a model on a cluster."""
+
+
+@plan.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("settings", metavar="[RUN.YAML] [KEY=VALUE]...", nargs=-1)
 @click.option("--model", metavar="PRESET|RUN.YAML", help="The model, in place of a configuration file.")
-@click.option("--cluster", metavar="GPU:COUNT", help="The GPUs that are planned for, such as h100:1024.")
+@click.option("--cluster", metavar="GPU:COUNT", help="The GPUs, such as h100:1024, or my-gpu.yaml:64.")
 @click.option("--sequence", type=click.IntRange(1), help="Tokens of a sequence: data.sequence.")
 @click.option("--global-batch", type=click.IntRange(1), help="Sequences of a step: batch.global.")
-@click.option("--fix", "fixed", metavar="KEY=VALUE", multiple=True, help="A setting. May be repeated.")
+@click.option("--precision", help="Format: precision.dtype.")
+@click.option(
+    "--fix", "fixed", metavar="KEY=VALUE", multiple=True, help="A setting not to search. May be repeated."
+)
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to list.")
+@click.option("--explain", metavar="LAYOUT", help="Break one down, such as tensor=8,pipeline=4,zero=1.")
+@click.option("--compare", metavar="A B", nargs=2, help="Two layouts side by side.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write the best one as a run.yaml.")
 @click.option("--dry-run", is_flag=True, help="Run a step of one rank on tensors without values.")
 @click.option("--rank", type=int, help="Global rank of --dry-run. Default: one that needs the most memory.")
 @json_option
-def plan(
-    settings: tuple[str, ...],
-    model: str | None,
-    cluster: str | None,
-    sequence: int | None,
-    global_batch: int | None,
-    fixed: tuple[str, ...],
-    dry_run: bool,
-    rank: int | None,
-    as_json: bool,
-) -> None:
-    """Say what a rank of a job will need and send, on one CPU.
+def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Find the fastest layouts of a model on a cluster, in seconds and without it.
 
-    With --dry-run the engine that trains makes a step of that rank, without the other ranks and without
+    Layouts that take at most 5 % longer than the best one are all among those listed. `hexad plan validate
+    FILE.jsonl` predicts measured runs.
+
+    With --dry-run the engine that trains makes a step of one rank, without the other ranks and without
     values: its peak memory by component, beside the prediction, and the bytes that it sends over every axis.
     """
-    if not dry_run:
-        raise HexadError("plan: found no --dry-run; add it, with --rank or without")
-    numbers = {"data.sequence": sequence, "batch.global": global_batch}
-    resolved = planned_job((*settings, *fixed), model, cluster, numbers)
-    run = run_dry(resolved, rank)
+    if dry_run:
+        _dry_run(settings, as_json, **options)
+        return
+    from hexad.planning.plan import explained
+    from hexad.planning.plan import plan as planned
+    from hexad.show.plan import comparison_text, explanation_text, plan_text
+
+    if options["rank"] is not None:
+        raise HexadError("--rank: found without --dry-run; add it, or leave --rank out")
+    path, overrides = split_settings("plan", settings)
+    model = options["model"] or path
+    if options["model"] is not None and path is not None:
+        raise HexadError(f"plan: found --model {model} beside the configuration file {path}; give one")
+    if model is None:
+        raise HexadError("plan: found no model; give a configuration file, or --model with a preset")
+    if options["cluster"] is None:
+        raise HexadError("plan: found no cluster; give --cluster, such as h100:1024")
+    chosen = options["explain"], options["compare"]
+    result = planned(
+        model,
+        options["cluster"],
+        sequence=options["sequence"],
+        global_batch=options["global_batch"],
+        precision=options["precision"],
+        fix=options["fixed"],
+        overrides=overrides,
+        top=0 if any(chosen) else options["top"],
+    )
+    console = Console(highlight=False)
+    named = [options["explain"]] if options["explain"] else list(options["compare"] or ())
+    candidates = [explained(result, name) for name in named]
+    if as_json:
+        trees = [result.tree(candidate) for candidate in candidates]
+        print_json({**result.as_tree(), "layouts": trees} if trees else result.as_tree())
+    elif len(candidates) == 2:
+        console.print(comparison_text(result, candidates))
+    elif candidates:
+        console.print(explanation_text(result, candidates[0]))
+    else:
+        console.print(plan_text(result))
+    if options["output"] is not None:
+        _write(options["output"], result.run_yaml((candidates or result.layouts)[0]))
+
+
+def _write(path: Path, text: str) -> None:
+    from .config import write_new
+
+    write_new(path, text)
+
+
+def _dry_run(settings: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    from .dry_run import dry_run_json, dry_run_text, planned_job, run_dry
+
+    for name in ("explain", "compare", "output"):
+        if options[name]:
+            raise HexadError(f"--{name}: found with --dry-run, which runs one layout; leave one out")
+    numbers = {
+        "data.sequence": options["sequence"],
+        "batch.global": options["global_batch"],
+        "precision.dtype": options["precision"],
+    }
+    resolved = planned_job((*settings, *options["fixed"]), options["model"], options["cluster"], numbers)
+    run = run_dry(resolved, options["rank"])
     if as_json:
         print_json(dry_run_json(resolved, run))
     else:

@@ -95,6 +95,7 @@ def stages_of(
     stages: dict[int, StageSpec] = {}
     for rank in range(schedule.pipeline):
         stages |= model.stages(layers, schedule.placement, rank)
+    stages = dict(sorted(stages.items()))
     positions = {
         **tensor_positions(Position(0, layout.tensor), model.kv_copies),
         "expert": Position(0, layout.expert),

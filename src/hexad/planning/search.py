@@ -228,7 +228,7 @@ class Search:
     def _named(self, pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""
         if pipeline == 1:
-            yield "1f1b", 1
+            yield from product(self._values("schedule", ["1f1b"]), self._values("virtual_stages", [1]))
             return
         names = ["1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]
         for name in self._values("schedule", names):

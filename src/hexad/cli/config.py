@@ -178,6 +178,7 @@ def check(
     from hexad.planning import resolve
     from hexad.planning.machine import check_dispatcher, check_machine, check_without_data
     from hexad.planning.memory import per_pipeline_rank
+    from hexad.planning.regrets import regret
     from hexad.show.summary import degrees_text, summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
@@ -208,15 +209,17 @@ def check(
     facts = summary(planned_here, ranks)
     sizes = facts["degrees"]
     tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
+    notes = [str(slow) for slow in [regret(planned_here)] if slow is not None]
     answer(
         as_json,
-        {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
+        {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts, "notes": notes} | tree,
         f"{path}: valid for {counted(layout.world, 'rank')}{degrees_text(sizes)}",
         *summary_lines(planned, planned_here, ranks),
         *([NO_DATA] if sizing else []),
         *_of_bytes(given),
         *([] if planned is given else [_NO_GPU]),
         *_warmup(given),
+        *(f"note: {note}" for note in notes),
         *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),
     )
 

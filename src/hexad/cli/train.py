@@ -95,11 +95,13 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
     """Print the summary, each line a comment, then the stages and the resolved configuration."""
     from hexad.planning.memory import largest, per_pipeline_rank
+    from hexad.planning.regrets import regret
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
     config, layout, plan = resolved.config, resolved.layout, resolved.plan
     per_rank = per_pipeline_rank(resolved)
+    notes = [str(slow) for slow in [regret(resolved)] if slow is not None]
     if as_json:
         facts = summary(resolved, per_rank)
         print_json(
@@ -109,6 +111,7 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
                 "world": layout.world,
                 "degrees": facts["degrees"],
                 "memory_bytes_per_rank": largest(per_rank).as_tree(),
+                "notes": notes,
                 "pipeline": {
                     "schedule": plan.schedule.name,
                     "layers": [[part.start, part.stop] for part in plan.layers],
@@ -120,7 +123,7 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
         return
     if config.run.device == "cuda" and not gpu_visible():
         click.echo("note: no GPU is visible here, so that run.device: cuda cannot start here", err=True)
-    for line in summary_lines(given, resolved, per_rank):
+    for line in (*summary_lines(given, resolved, per_rank), *(f"note: {note}" for note in notes)):
         click.echo(f"# {line}")
     if layout.pipeline > 1:
         for stage, (part, rank) in enumerate(zip(plan.layers, plan.schedule.placement)):

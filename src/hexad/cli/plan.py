@@ -47,7 +47,7 @@ def plan() -> None:
 def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
     """Find the fastest layouts of a model on a cluster, in seconds and without it.
 
-    Layouts that take at most 5 % longer than the best one are all among those listed. `hexad plan validate
+    Layouts that take at most 3 % longer than the best one are all among those listed. `hexad plan validate
     FILE.jsonl` predicts measured runs.
 
     With --dry-run the engine that trains makes a step of one rank, without the other ranks and without

@@ -306,9 +306,11 @@ class ExpertsSpec(BranchSpec):
         activated = Pass("F", "activation", rows * (outputs + inner) * run.byte)
         gradient: list[Operation] = [Pass("B", "activation", rows * (2 * outputs + inner) * run.byte)]
         before = self._routed_operations(run).then(send)
-        before = before.then(first.operations(rows, outputs, hidden, experts))
+        # Products leave out what is empty in buffers of a static size.
+        filled = min(rows, self.tokens(run) * self.settings.top_k * run.expert_tensor)
+        before = before.then(first.operations(filled, outputs, hidden, experts))
         before = before.then(Operations([activated], gradient))
-        after = second.operations(rows, hidden, inner, experts)
+        after = second.operations(filled, hidden, inner, experts)
         after = Operations(after.forward + back.forward, back.backward + after.backward)
         ends = len(after.forward)
         if "moe_act" in recomputed and second.trained:

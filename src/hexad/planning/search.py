@@ -47,7 +47,7 @@ _SHORTEST = 1024
 
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are actions of their own."""
-_WITHIN = 1.05
+_WITHIN = 1.03
 """Layouts that take longer than the best one times this are not searched for."""
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
@@ -129,7 +129,7 @@ class Search:
     _data: dict[tuple[Grid, int, int], Sent] = field(default_factory=dict, repr=False)
 
     def best(self, top: int) -> list[Candidate]:
-        """The fastest layouts of different degrees, the best one first: all that take at most 5 % longer, and
+        """The fastest layouts of different degrees, the best one first: all that take at most 3 % longer, and
         others that were found on the way."""
         found: dict[tuple[Any, ...], Candidate] = {}
         numbers = count()
@@ -644,7 +644,10 @@ class _Memory:
         stages = schedule.stages
         self._in_flight = peak_memory(schedule, Costs.uniform(stages, stages // schedule.pipeline))[0]
         self._kept: dict[Recompute, int] = {}
-        self._first = RankParts.of(resolved, 0)
+
+    @cached_property
+    def _first(self) -> RankParts:
+        return RankParts.of(self._resolved, 0)
 
     def may_fit(self, variant: Resolved, job: Job) -> bool:
         """Whether the first rank's state and activations fit, without what is needed for a moment."""

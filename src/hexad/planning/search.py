@@ -26,6 +26,7 @@ from hexad.parallel.pipeline.schedules.published import V_SHAPED
 from hexad.parallel.pipeline.simulate import Costs, Timeline, peak_memory
 from hexad.topology.layout import DEFAULT_ORDER, Layout
 
+from .bounds import Grid, Kernels, Pipeline, Sent, Times, held, idle
 from .checks import check_config
 from .device_memory import DeviceMemory, device_memory
 from .implementation import Implementation, implementation
@@ -45,32 +46,10 @@ _SHORTEST = 1024
 """Tokens of a sequence that a context rank has at the least."""
 
 
-SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
-"""Schedules in which weight gradients are actions of their own."""
 _WITHIN = 1.03
 """Layouts that take longer than the best one times this are not searched for."""
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
-
-
-class Grid(NamedTuple):
-    """What a layer's kernels depend on."""
-
-    tensor: int
-    context: int
-    method: str
-    expert: int
-    expert_tensor: int
-    micro: int
-
-
-class Pipeline(NamedTuple):
-    """What a schedule depends on, besides the microbatches; and the level of sharding."""
-
-    pipeline: int
-    virtual: int
-    schedule: str
-    zero: int
 
 
 class Sharding(NamedTuple):
@@ -123,7 +102,7 @@ class Search:
     evaluated: int = 0
     pipelines: int = 0
     _memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
-    _grid_kernels: dict[Grid, _Kernels] = field(default_factory=dict, repr=False)
+    _grid_kernels: dict[Grid, Kernels] = field(default_factory=dict, repr=False)
     _fit: dict[tuple[Grid, Pipeline], dict[str, float]] = field(default_factory=dict, repr=False)
     _layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict, repr=False)
     _data: dict[tuple[Grid, int, int], Sent] = field(default_factory=dict, repr=False)
@@ -264,19 +243,19 @@ class Search:
 
     def _kernels(self, grid: Grid) -> float:
         """Seconds of a step if a pipeline were perfect and nothing were sent over the data axis."""
-        least = min(times.forward + times.backward for times in self._of_grid(grid).times.values())
-        return least * self._microbatches_per_rank(grid)
+        times = next(iter(self._of_grid(grid).times.values()))  # that recomputes the least
+        return (times.forward + times.backward) * self._microbatches_per_rank(grid)
 
     def _microbatches_per_rank(self, grid: Grid) -> float:
         """Microbatches of a step over the pipeline degree."""
         return self.base.batch.global_ * grid.tensor * grid.context / (grid.micro * self._world)
 
-    def _of_grid(self, grid: Grid) -> _Kernels:
+    def _of_grid(self, grid: Grid) -> Kernels:
         if grid not in self._grid_kernels:
             self._grid_kernels[grid] = self._measured(grid)
         return self._grid_kernels[grid]
 
-    def _measured(self, grid: Grid) -> _Kernels:
+    def _measured(self, grid: Grid) -> Kernels:
         """What the whole model takes for a microbatch on one pipeline rank, by recompute."""
         config = self._config(grid, Pipeline(1, 1, "1f1b", 0))
         layout = Layout.from_settings(config.parallel, self._world)
@@ -289,8 +268,8 @@ class Search:
             kind = Recompute(recompute)  # type: ignore[arg-type]
             job = Job(model, layout, run, kind, schedule, stages, elements)
             predictor = Predictor(job, self.cluster, self.system, self._memo)
-            times[recompute] = _times(predictor)
-        return _Kernels(times, elements[0], predictor)
+            times[recompute] = Times(predictor)
+        return Kernels(times, elements[0], predictor)
 
     @staticmethod
     def _with_chunks(config: Config, layout: Layout) -> Config:
@@ -301,11 +280,11 @@ class Search:
 
     def _bound(self, grid: Grid, choice: Pipeline, tight: bool = False) -> float:
         """Seconds of a step at the least. Infinite if it does not fit; see :meth:`_bounds`."""
-        return min(self._bounds(grid, choice, tight).values(), default=inf)
+        return next((seconds for _, seconds in self._bounds(grid, choice, tight)), inf)
 
-    def _bounds(self, grid: Grid, choice: Pipeline, tight: bool = False) -> dict[str, float]:
-        """Seconds of a step at the least, by kinds of recompute that may fit: of stages as equal as whole
-        layers allow, with the schedule's bubble.
+    def _bounds(self, grid: Grid, choice: Pipeline, tight: bool = False) -> Iterator[tuple[str, float]]:
+        """Kinds of recompute that may fit, from the least on, and seconds of a step at the least: of stages
+        as equal as whole layers allow, with the schedule's bubble.
 
         Args:
             grid, choice: the layout.
@@ -316,13 +295,12 @@ class Search:
         layout = self._layout(grid, pipeline)
         fitting = self._fitting(grid, choice) if tight else None
         sent = self._sent(grid, choice, layout)
-        bounds: dict[str, float] = {}
         for recompute, times in kernels.times.items():
             if fitting is None:
                 if not self.fits(layout, 1, int(kernels.least(times, choice, layout, microbatches))):
                     continue
             else:
-                more = _held(choice, microbatches) - min(microbatches, pipeline)
+                more = held(choice, microbatches) - min(microbatches, pipeline)
                 nbytes = fitting[recompute] + more * (layers // pipeline) / layers * times.kept
                 if nbytes == inf or not self.fits(layout, 1, int(_SLACK * nbytes)):
                     continue
@@ -332,13 +310,12 @@ class Search:
             slower = self.cluster.hardware.constants.overlap.slowdown
             per_rank += 2 * sent[0] / slower / layers * (2 if choice.schedule in V_SHAPED else choice.virtual)
             slowest = max(per_rank, -(-layers // pipeline) * times.layer)
-            idle = (pipeline - 1) * per_rank * _idle(choice, seconds)
+            bubble = (pipeline - 1) * per_rank * idle(choice, seconds)
             # The first microbatch reaches the last stage through all others, as the last gradient does the
             # first.
             stages = pipeline * (2 if choice.schedule in V_SHAPED else choice.virtual)
             chain = (stages - 1 + microbatches) / stages * sum(seconds[:2])
-            bounds[recompute] = max(microbatches * slowest + idle, chain)
-        return bounds
+            yield recompute, max(microbatches * slowest + bubble, chain)
 
     def _layout(self, grid: Grid, pipeline: int) -> Layout:
         key = (*grid[:2], *grid[3:5], pipeline)
@@ -433,7 +410,7 @@ class Search:
         earlier = None if before is None else replace(job, schedule=before.plan.schedule)
         more = (self._microbatches(grid, choice) - short) / (short - steady) if steady else 0.0
         fitting: list[Candidate] = []
-        bounds = self._bounds(grid, choice, tight=True)
+        bounds = dict(self._bounds(grid, choice, tight=True))
         for sharding in self._shardings(resolved.layout, choice.zero):
             if bounds.get(sharding.recompute, inf) >= limit:
                 continue
@@ -518,120 +495,6 @@ class Search:
     def fits(self, layout: Layout, replicas: int, nbytes: int) -> bool:
         """Whether tensors of so many bytes fit, with what a GPU holds besides."""
         return device_memory(nbytes, layout, replicas).total <= self.capacity
-
-
-Sent = tuple[float, float]
-"""Seconds of gathering all weights, and of reducing all gradients."""
-
-
-class _Times(NamedTuple):
-    """A microbatch on one pipeline rank that has the whole model.
-
-    Attributes:
-        forward, backward: seconds.
-        split: seconds of F, B and W where weight gradients are computed by themselves.
-        layer: seconds of both in the layer that takes the least.
-        kept: bytes from forward to backward.
-        moment: bytes that a layer's backward pass needs besides.
-        loss: bytes when the loss is computed: with what is kept.
-    """
-
-    forward: float
-    backward: float
-    split: tuple[float, float, float]
-    layer: float
-    kept: int
-    moment: int
-    loss: int
-
-    def seconds(self, choice: Pipeline, sent: Sent) -> tuple[float, ...]:
-        """Seconds of a microbatch's actions, beside what is sent over the data axis."""
-        gather, reduce = sent
-        if choice.schedule in SPLIT:
-            first, input_, weight = self.split
-            return max(first, gather), max(input_, gather), max(weight, reduce)
-        return max(self.forward, gather), max(self.backward, gather + reduce)
-
-
-def _times(predictor: Predictor) -> _Times:
-    """What one kind of recompute takes."""
-    job = predictor.job
-    (stage,) = job.stages.values()
-    run, parts = job.run, job.recompute.of(0)
-    forward, backward = (predictor.action(stage, kind, False).seconds for kind in ("F", "BW"))
-    first, input_, weight = (predictor.action(stage, kind, True).seconds for kind in ("F", "B", "W"))
-    layers = Counter(stage.blocks)
-    seconds = [
-        sum(predictor.layer(block, parts, kind, False).seconds for kind in ("F", "BW")) for block in layers
-    ]
-    kept = sum(number * block.kept(run, parts).total() for block, number in layers.items())
-    moment = max(moment.needed for moment in stage.blocks[-1].backward(run, parts, False))
-    loss = 0 if stage.head is None else kept + stage.head.loss(run)[0]
-    return _Times(forward, backward, (first, input_, weight), min(seconds), kept, max(0, moment), loss)
-
-
-@dataclass
-class _Kernels:
-    """What the whole model takes for a microbatch on one pipeline rank.
-
-    Attributes:
-        times: by recompute.
-        elements: of trained parameters, by grid.
-        predictor: of times.
-    """
-
-    times: dict[str, _Times]
-    elements: dict[Any, int]
-    predictor: Predictor
-
-    def least(self, times: _Times, choice: Pipeline, layout: Layout, microbatches: int) -> float:
-        """Bytes on the first pipeline rank at the least: of parameters, gradients, optimizer and activations,
-        and of what a layer needs for a moment."""
-        run, zero, model = self.predictor.job.run, choice.zero, self.predictor.job.model.settings
-        part = (model.layers // choice.pipeline) / model.layers
-        state, layer = 0.0, 0.0
-        for grid, elements in self.elements.items():
-            shards = layout.state_ranks[grid]
-            state += part * elements * run.byte * (zero < 3)
-            state += part * elements * run.gradient / (shards if zero >= 2 else 1)
-            state += part * elements * 3 * run.wide / (shards if zero else 1)
-            layer += elements / model.layers
-        moment = times.moment + layer * (run.gradient * (zero >= 2) + 2 * run.byte * (zero == 3))
-        held = part * _held(choice, microbatches) * times.kept
-        return state + max(held + moment, times.loss if choice.pipeline == 1 else 0)
-
-    def sent(self, zero: int, layout: Layout, cluster: Cluster) -> Sent:
-        """Seconds of what is sent over the data axis for a microbatch."""
-        run, layers = self.predictor.job.run, self.predictor.job.model.settings.layers
-        gather = reduce = 0.0
-        for grid, axes in (("dense", ("context", "data")), ("expert", ("expert_data",))):
-            group = cluster.group(layout, *axes)
-            part = self.elements[grid] / layers
-            gather += layers * cluster.seconds("all_gather", part * run.byte, group) * (zero == 3)
-            reduce += layers * cluster.seconds("reduce_scatter", part * run.reduced, group)
-        slower = cluster.hardware.constants.overlap.slowdown
-        return gather * slower, reduce * slower
-
-
-def _held(choice: Pipeline, microbatches: int) -> float:
-    """Microbatches of all the rank's layers that the first rank holds at the least."""
-    pipeline, most = choice.pipeline, float(choice.pipeline)
-    if choice.schedule == "zb_h2":
-        most = 2.0 * pipeline - 1
-    elif choice.schedule == "interleaved":
-        most = pipeline + (pipeline - 1) / choice.virtual
-    return min(float(microbatches), most)
-
-
-def _idle(choice: Pipeline, seconds: tuple[float, ...]) -> float:
-    """The bubble of a schedule at the least, in parts of that of ``1f1b``."""
-    if choice.schedule in ("1f1b", "gpipe"):
-        return 1.0
-    if choice.schedule == "interleaved":
-        return 0.9 / choice.virtual  # filled and drained by stages without the head
-    if choice.schedule == "zb_h1":  # F + B - W
-        return max(0.0, seconds[0] + seconds[1] - seconds[2]) / sum(seconds)
-    return 0.0
 
 
 class _Memory:

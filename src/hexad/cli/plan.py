@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -11,6 +12,9 @@ from rich.console import Console
 from hexad.config import HexadError
 
 from .options import json_option, print_json, split_settings
+
+if TYPE_CHECKING:
+    from hexad.planning.plan import Plan
 
 
 class _Default(click.Group):
@@ -27,16 +31,27 @@ def plan() -> None:
     """Find the fastest layouts of a model on a cluster."""
 
 
+def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments and options that say what is planned, and for which GPUs."""
+    model = "The model, in place of a configuration file."
+    fixed = "A setting not to search. May be repeated."
+    for decorate in reversed(
+        [
+            click.argument("settings", metavar="[RUN.YAML] [KEY=VALUE]...", nargs=-1),
+            click.option("--model", metavar="PRESET|RUN.YAML", help=model),
+            click.option("--cluster", metavar="GPU:COUNT", help="The GPUs: h100:1024, or my-gpu.yaml:64."),
+            click.option("--sequence", type=click.IntRange(1), help="Tokens of a sequence: data.sequence."),
+            click.option("--global-batch", type=click.IntRange(1), help="Sequences of a step: batch.global."),
+            click.option("--precision", help="Format: precision.dtype."),
+            click.option("--fix", "fixed", metavar="KEY=VALUE", multiple=True, help=fixed),
+        ]
+    ):
+        function = decorate(function)
+    return function
+
+
 @plan.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("settings", metavar="[RUN.YAML] [KEY=VALUE]...", nargs=-1)
-@click.option("--model", metavar="PRESET|RUN.YAML", help="The model, in place of a configuration file.")
-@click.option("--cluster", metavar="GPU:COUNT", help="The GPUs, such as h100:1024, or my-gpu.yaml:64.")
-@click.option("--sequence", type=click.IntRange(1), help="Tokens of a sequence: data.sequence.")
-@click.option("--global-batch", type=click.IntRange(1), help="Sequences of a step: batch.global.")
-@click.option("--precision", help="Format: precision.dtype.")
-@click.option(
-    "--fix", "fixed", metavar="KEY=VALUE", multiple=True, help="A setting not to search. May be repeated."
-)
+@job_options
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to list.")
 @click.option("--explain", metavar="LAYOUT", help="Break one down, such as tensor=8,pipeline=4,zero=1.")
 @click.option("--compare", metavar="A B", nargs=2, help="Two layouts side by side.")
@@ -57,30 +72,12 @@ def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: 
         _dry_run(settings, as_json, **options)
         return
     from hexad.planning.plan import explained
-    from hexad.planning.plan import plan as planned
     from hexad.show.plan import comparison_text, explanation_text, plan_text
 
     if options["rank"] is not None:
         raise HexadError("--rank: found without --dry-run; add it, or leave --rank out")
-    path, overrides = split_settings("plan", settings)
-    model = options["model"] or path
-    if options["model"] is not None and path is not None:
-        raise HexadError(f"plan: found --model {model} beside the configuration file {path}; give one")
-    if model is None:
-        raise HexadError("plan: found no model; give a configuration file, or --model with a preset")
-    if options["cluster"] is None:
-        raise HexadError("plan: found no cluster; give --cluster, such as h100:1024")
     chosen = options["explain"], options["compare"]
-    result = planned(
-        model,
-        options["cluster"],
-        sequence=options["sequence"],
-        global_batch=options["global_batch"],
-        precision=options["precision"],
-        fix=options["fixed"],
-        overrides=overrides,
-        top=0 if any(chosen) else options["top"],
-    )
+    result = planned_by(settings, options, 0 if any(chosen) else options["top"])
     console = Console(highlight=False)
     named = [options["explain"]] if options["explain"] else list(options["compare"] or ())
     candidates = [explained(result, name) for name in named]
@@ -95,6 +92,34 @@ def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: 
         console.print(plan_text(result))
     if options["output"] is not None:
         _write(options["output"], result.run_yaml((candidates or result.layouts)[0]))
+
+
+def planned_by(settings: tuple[str, ...], options: dict[str, Any], top: int) -> Plan:
+    """The plan of a command line.
+
+    Raises:
+        HexadError: there is no model or no cluster, or as :func:`hexad.planning.plan.plan`.
+    """
+    from hexad.planning.plan import plan as planned
+
+    path, overrides = split_settings("plan", settings)
+    model = options["model"] or path
+    if options["model"] is not None and path is not None:
+        raise HexadError(f"plan: found --model {model} beside the configuration file {path}; give one")
+    if model is None:
+        raise HexadError("plan: found no model; give a configuration file, or --model with a preset")
+    if options["cluster"] is None:
+        raise HexadError("plan: found no cluster; give --cluster, such as h100:1024")
+    return planned(
+        model,
+        options["cluster"],
+        sequence=options["sequence"],
+        global_batch=options["global_batch"],
+        precision=options["precision"],
+        fix=options["fixed"],
+        overrides=overrides,
+        top=top,
+    )
 
 
 def _write(path: Path, text: str) -> None:

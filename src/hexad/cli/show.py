@@ -46,6 +46,7 @@ from hexad.topology.devices import named_gpu, named_gpus
 from hexad.topology.layout import Layout
 
 from .options import json_option, print_json, split_settings
+from .plan import job_options, planned_by
 
 Times = tuple[float, ...]
 """Duration of F, B and W of one microbatch in all stages of a rank, and of a message."""
@@ -322,7 +323,7 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
 @click.group()
 def show() -> None:
-    """Draw a layout, a pipeline schedule, predicted memory, context ranks, a run or its profile."""
+    """Draw a layout, a pipeline schedule, predicted memory, a plan, context ranks, a run or its profile."""
 
 
 @show.command("layout")
@@ -443,6 +444,29 @@ def memory_command(
     need = None if target is None else needed(resolved, ranks, target)
     figure = partial(memory_figure, ranks, memory_title(resolved), target, need)
     _present(as_json, output, tree, figure, partial(memory_text, resolved, plan, ranks, target))
+
+
+@show.command("plan")
+@job_options
+@click.option("--layout", metavar="LAYOUT", help="Draw this one, such as tensor=8,pipeline=4,zero=1.")
+@click.option("--top", type=_POSITIVE, default=10, show_default=True, help="Layouts to list.")
+@click.option("--output", metavar="FILE.html", required=True, help="The page.")
+def plan_command(
+    settings: tuple[str, ...], layout: str | None, top: int, output: str, **options: Any
+) -> None:
+    """Write a plan as one page, without files beside it: the fastest layouts, memory against speed, and of
+    the best one, or of --layout, where the step goes, memory by rank, the step in time, and ranks."""
+    from hexad.planning.plan import explained
+    from hexad.show.plan_page import plan_page
+
+    if not output.lower().endswith((".html", ".htm")):
+        raise HexadError(f"--output: found '{output}', expected a name that ends in .html")
+    result = planned_by(settings, options, top)
+    page = plan_page(result, result.layouts[0] if layout is None else explained(result, layout))
+    try:
+        Path(output).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise HexadError(f"--output: '{output}' cannot be written: {error.strerror}") from None
 
 
 @show.command("context")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .job import Job
 from .links import Cluster
 from .memory import largest, per_pipeline_rank
 from .resolve import resolve, with_dtype
-from .search import Candidate, Search
+from .search import Candidate, Point, Search
 from .step_time import Predictor
 
 
@@ -124,6 +124,7 @@ class Plan:
         rejected: layouts that are not possible, by reason.
         evaluated: layouts of a pipeline that were evaluated exactly.
         seconds: that the search took.
+        points: layouts that the search looked at.
     """
 
     config: Config
@@ -132,6 +133,7 @@ class Plan:
     rejected: dict[str, int]
     evaluated: int
     seconds: float
+    points: list[Point] = field(default_factory=list, repr=False)
 
     @property
     def convention(self) -> str:
@@ -301,7 +303,8 @@ def plan(
     if top and not layouts:
         reasons = ", ".join(f"{reason}: {count}" for reason, count in search.rejected.most_common())
         raise HexadError(f"plan: no layout fits {cluster} ({reasons}); use more GPUs, or memory.offload")
-    return Plan(config, target, layouts, dict(search.rejected), search.pipelines, seconds)
+    rejected, points = dict(search.rejected), search.points
+    return Plan(config, target, layouts, rejected, search.pipelines, seconds, points)
 
 
 def explained(plan: Plan, layout: str) -> Candidate:

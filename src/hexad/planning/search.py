@@ -79,6 +79,22 @@ class Candidate:
     device: DeviceMemory
 
 
+class Point(NamedTuple):
+    """A layout that was looked at.
+
+    Attributes:
+        seconds: of a step.
+        nbytes: of a GPU's memory; those that its state and activations need at the least unless ``exact``.
+        exact: whether memory was predicted exactly.
+        layout: in words.
+    """
+
+    seconds: float
+    nbytes: int
+    exact: bool
+    layout: str
+
+
 @dataclass
 class Search:
     """A search.
@@ -90,7 +106,9 @@ class Search:
         fixed: settings that are not searched: ``parallel.tensor`` and the like.
         system: what computes it.
         rejected: how many layouts were not possible, by reason.
-        evaluated: how many were evaluated exactly.
+        evaluated: how many's memory was predicted exactly.
+        pipelines: how many were evaluated, each with all kinds of recompute, replicas and orders.
+        points: layouts that were looked at.
     """
 
     base: Config
@@ -101,6 +119,7 @@ class Search:
     rejected: Counter[str] = field(default_factory=Counter)
     evaluated: int = 0
     pipelines: int = 0
+    points: list[Point] = field(default_factory=list, repr=False)
     _memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
     _grid_kernels: dict[Grid, Kernels] = field(default_factory=dict, repr=False)
     _fit: dict[tuple[Grid, Pipeline], dict[str, float]] = field(default_factory=dict, repr=False)
@@ -430,15 +449,28 @@ class Search:
             total = step.total
             if earlier is not None:
                 total += more * (total - self._step(replace(earlier, **changes), timelines).total)
+            plan = memory.plan(variant) if total < limit else None
+            self._note(grid, choice, sharding, total, memory.device(variant, job, plan), plan is not None)
             if total >= limit:
                 continue
-            plan = memory.plan(variant)
             if plan is None:
                 self.rejected["memory"] += 1
             else:
                 step = replace(step, total=total)
                 fitting.append(Candidate(variant, changed, step, plan, self._device(variant, plan)))
         return min(fitting, key=lambda candidate: candidate.step.total, default=None)
+
+    def _note(
+        self, grid: Grid, choice: Pipeline, sharding: Sharding, seconds: float, nbytes: int, exact: bool
+    ) -> None:
+        """Add a point."""
+        degrees = [f"tensor {grid.tensor}"]
+        degrees += [f"context {grid.context} {grid.method}"] if grid.context > 1 else []
+        degrees += [f"expert {grid.expert} x {grid.expert_tensor}"] if grid.expert > 1 else []
+        stages = f" x {choice.virtual}" if choice.virtual > 1 else ""
+        degrees += [f"pipeline {choice.pipeline}{stages} {choice.schedule}"] if choice.pipeline > 1 else []
+        rest = f"zero {choice.zero}, microbatch {grid.micro}, recompute {sharding.recompute}"
+        self.points.append(Point(seconds, nbytes, exact, ", ".join([*degrees, rest])))
 
     def _step(self, job: Job, timelines: dict[Any, Timeline]) -> StepTime:
         return Predictor(job, self.cluster, self.system, self._memo, timelines).step
@@ -514,6 +546,16 @@ class _Memory:
 
     def may_fit(self, variant: Resolved, job: Job) -> bool:
         """Whether the first rank's state and activations fit, without what is needed for a moment."""
+        replicas = variant.config.parallel.replicas
+        return self._search.fits(variant.layout, replicas, self._least(variant, job))
+
+    def device(self, variant: Resolved, job: Job, plan: MemoryPlan | None) -> int:
+        """Bytes of a GPU: as planned, or at the least."""
+        nbytes = self._least(variant, job) if plan is None else plan.total
+        return device_memory(nbytes, variant.layout, variant.config.parallel.replicas).total
+
+    def _least(self, variant: Resolved, job: Job) -> int:
+        """Bytes of the first rank's state and activations."""
         run, zero = job.run, variant.config.parallel.zero
         changed = replace(job, zero=zero, replicas=variant.config.parallel.replicas)
         recompute = Recompute.from_settings(variant.config.memory)
@@ -528,8 +570,7 @@ class _Memory:
                 state += elements * run.byte * (zero < 3)
                 state += elements * run.gradient / (shards if zero >= 2 else 1)
                 state += elements * 3 * run.wide / shards
-        needed = int(state + self._in_flight * self._kept[recompute])
-        return self._search.fits(variant.layout, changed.replicas, needed)
+        return int(state + self._in_flight * self._kept[recompute])
 
     def plan(self, variant: Resolved) -> MemoryPlan | None:
         """The plan of the rank that needs the most, if it fits."""

@@ -117,11 +117,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         if path.suffix.lower() == ".png":
             _save_png(figure, path)
             return
-        svg = StringIO()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a browser has others
-            figure.savefig(svg, format="svg", metadata={"Date": None})
-        text = re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", svg.getvalue())
+        text = svg_text(figure)
         if path.suffix.lower() == ".html":
             title = escape(str(figure.get_label()))
             text = (
@@ -130,6 +126,16 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise HexadError(f"--output: '{path}' cannot be written: {error.strerror}") from None
+
+
+@styled
+def svg_text(figure: Figure) -> str:
+    """A figure as an SVG document with tips."""
+    svg = StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a browser has others
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return re.sub(f'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", svg.getvalue())
 
 
 def _save_png(figure: Figure, path: Path) -> None:

@@ -26,6 +26,8 @@ from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
 from .recompute_inventory import NOTHING, Parts
 
+BESIDE_LOADS = 3
+"""Statistics of a layer that are counted beside the loads of its experts: entropy, dropped, missed."""
 _INDEX = 8
 """Bytes of an index."""
 _ROUTING = 7
@@ -48,6 +50,11 @@ class RouterSpec:
     def name(self) -> str:
         """The module's name, from the stage's root."""
         return f"{self.layer.prefix}ffn.router"
+
+    @property
+    def trains(self) -> bool:
+        """Whether its matrix is trained."""
+        return f"{self.name}.weight" not in self.layer.frozen
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -297,15 +304,17 @@ class ExpertsSpec(BranchSpec):
         """The router's, the experts', and those of the shared ones and their gate."""
         return self.products(run)
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
         """The router, the rows' way to their experts, these, and the way back; beside them what every token
         passes."""
         hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.rows(run)
         experts, (first, second) = self.settings.experts // run.expert, self.stacks
-        send, back = self._sent(run)
+        send, back = self._sent(run, reached)
         activated = Pass("F", "activation", rows * (outputs + inner) * run.byte)
         gradient: list[Operation] = [Pass("B", "activation", rows * (2 * outputs + inner) * run.byte)]
-        before = self._routed_operations(run).then(send)
+        before = self._routed_operations(run, reached).then(send)
         before = before.then(first.operations(rows, outputs, hidden, experts))
         before = before.then(Operations([activated], gradient))
         after = second.operations(rows, hidden, inner, experts)
@@ -315,7 +324,7 @@ class ExpertsSpec(BranchSpec):
             after.backward.append(again(activated))
         if self.shared is not None:
             added = Pass("F", "sum", 3 * run.stream(hidden))
-            shared = self.shared.operations(run, recomputed, split)
+            shared = self.shared.operations(run, recomputed, split, reached)
             if self.gate is not None:
                 shared = shared.then(self._gated(run))
             ends += 1 + shared.last
@@ -344,24 +353,43 @@ class ExpertsSpec(BranchSpec):
         backward: list[Operation] = [Pass("B", "activation", 5 * stream, 2)]
         return scores.then(Operations([Pass("F", "activation", 2 * stream)], backward))
 
-    def _routed_operations(self, run: Execution) -> Operations:
+    def _routed_operations(self, run: Execution, reached: bool) -> Operations:
         """Scores, the choice of experts, and the weights of those chosen."""
         tokens, settings = self.tokens(run), self.settings
         scores, pairs = tokens * settings.experts * run.wide, tokens * settings.top_k * _INDEX
         frozen = self.router.parameters[0].frozen
         forward: list[Operation] = [
+            *self._shared_routing(run),
             Pass("F", "routing", 12 * scores, _ROUTING),
             Pass("F", "routing", 16 * pairs, _ROUTING + (3 * settings.top_k if settings.normalise else 0)),
         ]
         backward: list[Operation] = [Pass("B", "routing", 6 * scores, _ROUTING)]
         whole = self._divided(run) * run.tensor
-        gather: list[Operation] = [Collective("B", "tensor", "all_gather", whole)] if whole else []
+        gather: list[Operation] = (
+            [Collective("B", "tensor", "all_gather", whole)] if whole and reached else []
+        )
         routed = self._single(run, tokens, settings.experts, frozen)
         return Operations([], gather).then(routed).then(Operations(forward, backward))
 
-    def _sent(self, run: Execution) -> tuple[Operations, Operations]:
+    def _shared_routing(self, run: Execution) -> list[Operation]:
+        """What routers send each other: tokens' experts, where an expert's capacity decides over all of a
+        microbatch's tokens, and loads that are balanced over these."""
+        settings, operations = self.settings, list[Operation]()
+        chosen = self.tokens(run) * (settings.top_k + 1) * _INDEX
+        groups = run.sequences if settings.balance == "sequence" else 1
+        loads = groups * settings.experts * run.wide
+        for axis, ranks in (("tensor", run.tensor), ("context", run.context)):
+            chosen *= ranks
+            if ranks > 1 and settings.capacity_factor is not None and not run.imposed:
+                operations.append(Collective("F", axis, "all_gather", chosen))
+        for axis, ranks in (("tensor", run.tensor), ("context", run.context)):
+            if ranks > 1 and settings.aux_loss and settings.balance != "step":
+                operations.append(Collective("F", axis, "all_reduce", loads))
+        return operations
+
+    def _sent(self, run: Execution, reached: bool) -> tuple[Operations, Operations]:
         """Rows' way to their experts, with their pairs' weights, and back; either is the other's backward
-        pass."""
+        pass. Gradients of rows, and of weights, are sent back where they are needed."""
         ranks, slices, hidden = run.expert * run.expert_tensor, run.expert_tensor, self.layer.hidden
         rows, tokens, top_k = self.rows(run), self.tokens(run), self.settings.top_k
         row, pair = rows * hidden * run.byte, rows * run.wide
@@ -383,16 +411,28 @@ class ExpertsSpec(BranchSpec):
             collect = [Pass("F", "permutation", (rows + every) * hidden * run.byte), scattered]
             values, home = [pairs, *values], [*values, pairs._replace(operation="reduce_scatter")]
         elif ranks > 1:
-            exchange = Collective("F", "expert", "all_to_all", row)
-            ids.append(exchange._replace(nbytes=self.settings.experts * slices * 4))
-            scatter, collect = [moved, exchange, moved], [moved, exchange, *collect]
-            values = home = [*values, exchange._replace(nbytes=pair)]
+            out, back = self._exchanges(run, hidden * run.byte)
+            counts = self.settings.experts * slices * (_INDEX if run.cpu else 4)
+            ids.append(Collective("F", "expert", "all_to_all", counts))
+            scatter, collect = [moved, out, moved], [moved, back, *collect]
+            out, back = self._exchanges(run, run.wide)
+            values, home = [*values, out], [*values, back]
+        rows_back = collect if reached else []
+        home = home if reached or self.router.trains else []
         whole = self._divided(run) * run.tensor
         joined: list[Operation] = [Collective("F", "tensor", "all_gather", whole)] if whole else []
         return (
-            Operations([*ids, *scatter, *values], _backward([*collect, *home])),
+            Operations([*ids, *scatter, *values], _backward([*rows_back, *home])),
             Operations([*collect, *joined], _backward(scatter)),
         )
+
+    def _exchanges(self, run: Execution, width: int) -> tuple[Collective, Collective]:
+        """Rows of so many bytes, sent to their experts and back."""
+        if run.routed is None:
+            even = Collective("F", "expert", "all_to_all", self.rows(run) * width)
+            return even, even
+        out, back = (Collective("F", "expert", "exchange", rows * width) for rows in run.routed)
+        return out, back
 
     def _divided(self, run: Execution) -> int:
         """Bytes of this rank's part of the input, where activations are whole on every tensor rank."""

@@ -1,6 +1,5 @@
 """Bytes that attention sends over the context axis equal closed formulas, byte for byte."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +7,11 @@ import torch
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.recompute_inventory import Recompute
 from hexad.parallel.context.balance import received
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
 from hexad.planning import resolve
-from hexad.planning.memory import execution, rank_stages
-from hexad.planning.traffic import bytes_sent, stage_collectives
+from hexad.planning.traffic import StepValues, predicted_traffic
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -144,18 +141,10 @@ def test_what_attention_sends(
     config = _config(recompute=recompute, **parallel)
     tensor, context = parallel.get("tensor", 1), parallel["context"]
     world = tensor * context
-    layout = Layout.from_settings(config.parallel, world)
-    resolved = resolve(config, layout)
-    settings, run = resolved.config.parallel, execution(resolved.config, layout)
-    stage = rank_stages(resolved, 0)[0]
-    slicing = Slicing.of(settings, resolved.config.model)
-    ring = slicing.divided(_MICRO, _SEQUENCE, documents).grouped(settings.ulysses)
+    resolved = resolve(config, Layout.from_settings(config.parallel, world))
+    values = StepValues([documents] * 2)
     for rank, sent in enumerate(_sent(config, world, documents, pool)):
-        place = layout.coordinates(rank)["context"] // settings.ulysses
-        all_rounds = rounds(ring, place)
-        keys = sum(r.sent for r in all_rounds), sum(r.received for r in all_rounds)
-        collectives = stage_collectives(stage, replace(run, keys=keys), Recompute(recompute), False)
-        assert sent == bytes_sent(collectives, {"ring": run.ring, "ulysses": run.ulysses}) / _LAYERS
+        assert sent * 2 * _LAYERS == predicted_traffic(resolved, rank, values)["context"]
 
 
 def test_gradients_count_as_of_the_data_axis(pool: Pool) -> None:

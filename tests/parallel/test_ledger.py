@@ -10,11 +10,10 @@ from hexad.comm import sent_bytes
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.model.recompute_inventory import Recompute
 from hexad.planning import resolve
 from hexad.planning.costs import parameter_count
-from hexad.planning.memory import execution, per_pipeline_rank, rank_buckets, rank_parameters, rank_stages
-from hexad.planning.traffic import bytes_sent, stage_collectives
+from hexad.planning.memory import per_pipeline_rank
+from hexad.planning.traffic import predicted_traffic
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -72,6 +71,13 @@ def _measure(config: Config) -> dict[str, int]:
     return {axis: sent - before[axis] for axis, sent in mesh.sent_bytes().items()}
 
 
+def _planned(config: Config, world: int) -> list[dict[str, int]]:
+    """What the planner says of each rank, for as many steps as are measured."""
+    resolved = resolve(config, Layout.from_settings(config.parallel, world))
+    of_ranks = (predicted_traffic(resolved, rank) for rank in range(world))
+    return [{axis: _STEPS * size for axis, size in sent.items()} for sent in of_ranks]
+
+
 def _data_bytes(gradients: int, data: int) -> int:
     """Ring all-reduce of every gradient, of the loss, and of the norm, whose maximum counts; targets are
     counted on the hosts."""
@@ -121,18 +127,7 @@ def test_what_layers_send(
         memory = {} if recompute == "none" else {"recompute_parts": [recompute]}
     config = _config(family, 1, tensor, sequence, "fp32", kv_heads=kv_heads, schedule=schedule)
     config = build_config({**config.model_dump(by_alias=True), "memory": memory})
-    layout = Layout.from_settings(config.parallel, tensor)
-    stages = rank_stages(resolve(config, layout), 0)
-    what = Recompute.from_settings(config.memory)
-    collectives = stage_collectives(stages[0], execution(config, layout), what, schedule == "zb_h1")
-    per_microbatch = bytes_sent(collectives, {"tensor": tensor})
-    buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
-    ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}
-    partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]
-    norm = [(tensor, 4)] * 2  # its squares; the number that all ranks take
-    once = sum(sent_bytes("all_reduce", *part) for part in (*partial, *norm))
-    for sent in pool.run(tensor, _measure, config):
-        assert sent["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
+    assert pool.run(tensor, _measure, config) == _planned(config, tensor)
 
 
 def _each(cases: list[tuple[Any, ...]], *settings: tuple[str, str]) -> list[Any]:
@@ -184,6 +179,7 @@ def test_step_bytes(pool: Pool, family: str, dtype: str, data: int, tensor: int,
         "expert": 0,
     }
     wanted = {axis: _STEPS * count for axis, count in wanted.items()}
+    assert _planned(config, data * tensor) == [wanted] * (data * tensor)
     for rank, sent in enumerate(pool.run(data * tensor, _measure, config)):
         assert sent == wanted, f"rank {rank}"
 
@@ -230,12 +226,13 @@ def test_pipeline_bytes(
     # The loss; the norm's squares, and the number that all ranks take.
     scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4, 4))
     weight = 256 // tensor * hidden * 4
+    planned = _planned(config, tensor * pipeline)
     for rank, sent in enumerate(pool.run(tensor * pipeline, _measure, config)):
         stage = rank // tensor
         wanted = microbatches * boundaries[stage] * message + scalars
         if tied and not v_shaped and stage in (0, pipeline - 1):
             wanted += weight  # an all-reduce of two ranks
-        assert sent["pipeline"] == _STEPS * wanted, f"rank {rank}"
+        assert sent["pipeline"] == planned[rank]["pipeline"] == _STEPS * wanted, f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -257,13 +254,16 @@ def test_no_gradients_are_sent_to_frozen_stages(pool: Pool, schedule: str, train
         :stages
     ]
     scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4, 4))
-    for rank, of_rank in enumerate(pool.run(pipeline, _measure, build_config(tree))):
+    frozen = build_config(tree)
+    planned = _planned(frozen, pipeline)
+    for rank, of_rank in enumerate(pool.run(pipeline, _measure, frozen)):
         sent = 0
         for stage, owner in enumerate(placement):
             forward, backward = stage + 1 < stages, stage > trained_from
             near = [stage + 1] * forward + [stage - 1] * backward
             sent += sum(placement[other] != rank for other in near) if owner == rank else 0
-        assert of_rank["pipeline"] == _STEPS * (_GLOBAL // _MICRO * sent * message + scalars), f"rank {rank}"
+        wanted = _STEPS * (_GLOBAL // _MICRO * sent * message + scalars)
+        assert of_rank["pipeline"] == planned[rank]["pipeline"] == wanted, f"rank {rank}"
 
 
 _RANK = 8
@@ -336,5 +336,5 @@ def test_lora_sends_and_keeps_what_its_adapters_need(
                 activation = _MICRO * _SEQUENCE * hidden * width
                 # In sequence parallel the scatter of that gradient and the gather before the embedding's.
                 over["tensor"] -= microbatches * 2 * (tensor - 1) * activation // tensor
-        for state in pool.run(world, _measure, config):
+        for state in (*pool.run(world, _measure, config), *_planned(config, world)):
             assert {axis: state[axis] for axis in over} == {a: _STEPS * n for a, n in over.items()}

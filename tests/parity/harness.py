@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations, cycle, product
 from typing import Any
 
@@ -15,6 +16,7 @@ from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
 from ..small import Tree, config_of
+from ..traffic import step_as_planned
 from .batches import microbatches
 
 STEPS = 2
@@ -512,7 +514,9 @@ def run_rank(case: Case, mutation: str | None = None, device: str = "cpu") -> tu
         engine = Engine(config, mesh)
         if case.variant.equal_scores:
             _zero_routers(engine)
-        results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(case.steps)]
+        batches = (microbatches(case, step, mesh.data.rank) for step in range(case.steps))
+        step = engine.train_step if mutation else partial(step_as_planned, engine)
+        results = [step(batch) for batch in batches]
         # A compiled update leaves gradients as they are before clipping.
         norm, clip = results[-1].grad_norm, engine.optimizer.clip
         factor = min(1.0, clip / norm) if clip and engine.optimizer.rule.widens else 1.0

@@ -80,12 +80,12 @@ def _table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     most = max(row["bytes"] for row in rows.values())
     digits = 2 if most >= _GIB else 5
     for name, row in rows.items():
-        predicted, difference = row["predicted_bytes"], row.get("difference_percent")
+        predicted, difference = row["predicted_bytes"], row["difference_percent"]
         if not (predicted or row["bytes"]):
             continue
         table.add_row(
             name,
-            "-" if predicted is None else f"{predicted / _GIB:,.{digits}f}",
+            f"{predicted / _GIB:,.{digits}f}",
             f"{row['bytes'] / _GIB:,.{digits}f}",
             "" if difference is None else f"{difference:+.2f} %",
             style="bold" if name == "total" else None,

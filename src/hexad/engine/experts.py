@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from hexad.comm import streams
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
+from hexad.model.experts_inventory import BESIDE_LOADS
 from hexad.model.router import Router
-
-_BESIDE = 3
-"""Statistics of a layer beside the loads: entropy, dropped, missed."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Loads:
 
     def empty(self) -> Tensor:
         """float64 ``[layers of the model, statistics]``: nothing counted yet."""
-        shape = self._all, self.settings.experts + _BESIDE
+        shape = self._all, self.settings.experts + BESIDE_LOADS
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
     def shaped(self, sums: Tensor) -> Tensor:
@@ -104,7 +102,7 @@ class Loads:
         Raises:
             HexadError: rows found no place in a buffer.
         """
-        experts, width = self.settings.experts, self.settings.experts + _BESIDE
+        experts, width = self.settings.experts, self.settings.experts + BESIDE_LOADS
         reports, missed = {}, 0
         for layer in self.layers:
             row = counts[layer * width : (layer + 1) * width]

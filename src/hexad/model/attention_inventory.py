@@ -311,7 +311,9 @@ class AttentionSpec(AttentionCoreSpec):
         norms = (parameter for norm in self.head_norms for parameter in norm.parameters)
         return (*self.qkv.parameters, *self.out.parameters, *norms)
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
         """The projections, norms and rotations of queries and keys, and the attention itself."""
         q, k, _ = self._sizes(run)
         computed = Operations([], [])
@@ -325,10 +327,12 @@ class AttentionSpec(AttentionCoreSpec):
             computed = computed.then(Operations([turned], [turned._replace(action="B")]))
         # Gradients of queries and keys, and of these and values, side by side.
         parts: list[Operation] = [Pass("B", "copy", 2 * (q + k)), Pass("B", "copy", 2 * (q + 2 * k))]
-        before = self.qkv.operations(run, split).then(Operations([], parts[1:])).then(computed)
-        before = before.then(Operations([], parts[:1]))
-        total = before.then(self._core(run, self.width, self.width)).then(self.out.operations(run, split))
-        if "rotated" in recomputed:
+        computed = Operations([], parts[1:]).then(computed).then(Operations([], parts[:1]))
+        made = computed.then(self._core(run, self.width, self.width))
+        total = self.qkv.operations(run, split, reached)
+        reached = reached or self.qkv.trains or any(norm.trains for norm in self.head_norms)
+        total = total.then(made.reached(reached)).then(self.out.operations(run, split, reached))
+        if "rotated" in recomputed and reached:
             total.backward[:0] = [again(op) for op in computed.forward]
         return total
 

@@ -95,11 +95,20 @@ class BranchSpec(ABC):
         """Whether the backward pass needs its input."""
         return self.linears[0].trained
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
-        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own."""
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(not parameter.frozen for parameter in self.parameters)
+
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
+        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own;
+        ``reached``: its input needs a gradient."""
         operations = Operations([], [])
         for linear in self.linears:
-            operations = operations.then(linear.operations(run, split))
+            operations = operations.then(linear.operations(run, split, reached))
+            reached = reached or linear.trains
         return operations
 
     def products(self, run: Execution) -> list[Product]:
@@ -205,13 +214,20 @@ class BlockSpec:
         """All matrix products of a microbatch."""
         return self.operations(run).products
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
-        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own. The
-        sum with a branch and the next norm are one function where pointwise functions are compiled."""
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
+        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own;
+        ``reached``: its input needs a gradient. The sum with a branch and the next norm are one function
+        where pointwise functions are compiled."""
         stream, total = run.stream(self.hidden), Operations([], [])
         for number, (norm, branch) in enumerate(self.branches):
-            total = total.then(norm.operations(run, stream, "norms" in recomputed, added=number > 0))
-            total = total.then(branch.operations(run, recomputed, split))
+            reached = reached or norm.trains
+            normed = norm.operations(run, stream, "norms" in recomputed, added=number > 0)
+            total = total.then(normed.reached(reached))
+            computed = branch.operations(run, recomputed, split, reached)
+            reached = reached or branch.trains
+            total = total.then(computed.reached(reached))
         # The sum with the last branch; in the backward pass, that of the first norm's gradient and the
         # stream's.
         sum_ = Pass("F", "sum", 3 * stream)

@@ -11,6 +11,7 @@ from hexad.parallel.expert.grouped import grouped_linear, on_device
 from hexad.parallel.expert.kinds import check_kind
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.regions import gather_first, mapped, slice_first
+from hexad.topology.mesh import Axis
 
 from . import exact_ops, ops
 from .experts_inventory import ExpertsSpec, GateSpec
@@ -96,6 +97,11 @@ class SharedGate(ShardedModule):
         return (exact_ops.sigmoid(scores) if self.shard.exact else scores.sigmoid()).to(x.dtype)
 
 
+def _unfilled(x: Tensor, axis: Axis) -> Tensor:
+    """What :func:`gather_first` returns, of any values: nothing is sent."""
+    return x.new_empty((axis.size * len(x), *x.shape[1:]))
+
+
 class MixtureOfExperts(nn.Module):
     """A router, the experts that it chooses for each token, and shared ones (arXiv 2401.06066).
 
@@ -142,7 +148,8 @@ class MixtureOfExperts(nn.Module):
         part, rows = self._part(x, where, divides)
         y = self.experts(part, self.router(part, where, rows), where, rows.most, self.unused)
         if divides:
-            y = mapped(y, self.shard.tensor, gather_first, slice_first)[: len(x)]
+            gather = _unfilled if self.unused else gather_first
+            y = mapped(y, self.shard.tensor, gather, slice_first)[: len(x)]
         if self.shared is None:
             return y
         shared = self.shared(x, where)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from hexad.config.model import DispatcherName, MoeSettings
+from hexad.parallel.expert.kinds import Bound
 from hexad.parallel.inventory import (
     Collective,
     Execution,
@@ -26,6 +26,8 @@ from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
 from .recompute_inventory import NOTHING, Parts
 
+BESIDE_LOADS = 3
+"""Statistics of a layer that are counted beside the loads of its experts: entropy, dropped, missed."""
 _INDEX = 8
 """Bytes of an index."""
 _ROUTING = 7
@@ -48,6 +50,11 @@ class RouterSpec:
     def name(self) -> str:
         """The module's name, from the stage's root."""
         return f"{self.layer.prefix}ffn.router"
+
+    @property
+    def trains(self) -> bool:
+        """Whether its matrix is trained."""
+        return f"{self.name}.weight" not in self.layer.frozen
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -90,6 +97,21 @@ class GateSpec:
         traits: dict[str, Any] = {"decay": True, "std": layer.std, "unit": layer.unit}
         weight = Weight(name, (1, layer.hidden), partial=partial, frozen=name in layer.frozen, **traits)
         return (Parameter(name, (weight,)),)
+
+
+class RowBytes(NamedTuple):
+    """Bytes of what a rank's experts compute with.
+
+    Attributes:
+        rows: their input, or their output.
+        outputs, inner: outputs of the first product, and inputs of the second.
+        tokens: of the rank, from which rows are made, or of their sums.
+    """
+
+    rows: int
+    outputs: int
+    inner: int
+    tokens: int
 
 
 def of_stack(name: str) -> bool:
@@ -283,10 +305,12 @@ class ExpertsSpec(BranchSpec):
 
     def rows(self, run: Execution) -> int:
         """Rows of a rank's experts: as many as ``run.load`` says, up to all that could choose them."""
-        tokens, top_k, ranks = self.tokens(run), self.settings.top_k, run.expert * run.expert_tensor
-        even = tokens * top_k * run.expert_tensor
-        most = ranks * tokens * min(top_k, self.settings.experts // run.expert)
-        return min(ceil(even * run.load), most) if run.load < inf else most
+        ranks, local = run.expert * run.expert_tensor, self.settings.experts // run.expert
+        load = min(run.load, float(ranks * local))  # more than there can be
+        bound = Bound(load, self.tokens(run), self.settings.top_k, ranks, run.expert_tensor, local)
+        static = ranks > 1 and not run.cpu  # buffers have a static size
+        slots = static and self.dispatcher(ranks, run.expert_tensor, run.exact) == "alltoall"
+        return ranks * bound.slots if slots else bound.rows
 
     def _widths(self, run: Execution) -> tuple[int, int]:
         """Outputs of the first product of a rank's experts, and inputs of the second."""
@@ -297,15 +321,17 @@ class ExpertsSpec(BranchSpec):
         """The router's, the experts', and those of the shared ones and their gate."""
         return self.products(run)
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
         """The router, the rows' way to their experts, these, and the way back; beside them what every token
         passes."""
         hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.rows(run)
         experts, (first, second) = self.settings.experts // run.expert, self.stacks
-        send, back = self._sent(run)
+        send, back = self._sent(run, reached)
         activated = Pass("F", "activation", rows * (outputs + inner) * run.byte)
         gradient: list[Operation] = [Pass("B", "activation", rows * (2 * outputs + inner) * run.byte)]
-        before = self._routed_operations(run).then(send)
+        before = self._routed_operations(run, reached).then(send)
         # Products leave out what is empty in buffers of a static size.
         filled = min(rows, self.tokens(run) * self.settings.top_k * run.expert_tensor)
         before = before.then(first.operations(filled, outputs, hidden, experts))
@@ -317,7 +343,7 @@ class ExpertsSpec(BranchSpec):
             after.backward.append(again(activated))
         if self.shared is not None:
             added = Pass("F", "sum", 3 * run.stream(hidden))
-            shared = self.shared.operations(run, recomputed, split)
+            shared = self.shared.operations(run, recomputed, split, reached)
             if self.gate is not None:
                 shared = shared.then(self._gated(run))
             ends += 1 + shared.last
@@ -346,24 +372,43 @@ class ExpertsSpec(BranchSpec):
         backward: list[Operation] = [Pass("B", "activation", 5 * stream, 2)]
         return scores.then(Operations([Pass("F", "activation", 2 * stream)], backward))
 
-    def _routed_operations(self, run: Execution) -> Operations:
+    def _routed_operations(self, run: Execution, reached: bool) -> Operations:
         """Scores, the choice of experts, and the weights of those chosen."""
         tokens, settings = self.tokens(run), self.settings
         scores, pairs = tokens * settings.experts * run.wide, tokens * settings.top_k * _INDEX
         frozen = self.router.parameters[0].frozen
         forward: list[Operation] = [
+            *self._shared_routing(run),
             Pass("F", "routing", 12 * scores, _ROUTING),
             Pass("F", "routing", 16 * pairs, _ROUTING + (3 * settings.top_k if settings.normalise else 0)),
         ]
         backward: list[Operation] = [Pass("B", "routing", 6 * scores, _ROUTING)]
         whole = self._divided(run) * run.tensor
-        gather: list[Operation] = [Collective("B", "tensor", "all_gather", whole)] if whole else []
+        gather: list[Operation] = (
+            [Collective("B", "tensor", "all_gather", whole)] if whole and reached else []
+        )
         routed = self._single(run, tokens, settings.experts, frozen)
         return Operations([], gather).then(routed).then(Operations(forward, backward))
 
-    def _sent(self, run: Execution) -> tuple[Operations, Operations]:
+    def _shared_routing(self, run: Execution) -> list[Operation]:
+        """What routers send each other: tokens' experts, where an expert's capacity decides over all of a
+        microbatch's tokens, and loads that are balanced over these."""
+        settings, operations = self.settings, list[Operation]()
+        chosen = self.tokens(run) * (settings.top_k + 1) * _INDEX
+        groups = run.sequences if settings.balance == "sequence" else 1
+        loads = groups * settings.experts * run.wide
+        for axis, ranks in (("tensor", run.tensor), ("context", run.context)):
+            chosen *= ranks
+            if ranks > 1 and settings.capacity_factor is not None and not run.imposed:
+                operations.append(Collective("F", axis, "all_gather", chosen))
+        for axis, ranks in (("tensor", run.tensor), ("context", run.context)):
+            if ranks > 1 and settings.aux_loss and settings.balance != "step":
+                operations.append(Collective("F", axis, "all_reduce", loads))
+        return operations
+
+    def _sent(self, run: Execution, reached: bool) -> tuple[Operations, Operations]:
         """Rows' way to their experts, with their pairs' weights, and back; either is the other's backward
-        pass."""
+        pass. Gradients of rows, and of weights, are sent back where they are needed."""
         ranks, slices, hidden = run.expert * run.expert_tensor, run.expert_tensor, self.layer.hidden
         rows, tokens, top_k = self.rows(run), self.tokens(run), self.settings.top_k
         row, pair = rows * hidden * run.byte, rows * run.wide
@@ -385,16 +430,28 @@ class ExpertsSpec(BranchSpec):
             collect = [Pass("F", "permutation", (rows + every) * hidden * run.byte), scattered]
             values, home = [pairs, *values], [*values, pairs._replace(operation="reduce_scatter")]
         elif ranks > 1:
-            exchange = Collective("F", "expert", "all_to_all", row)
-            ids.append(exchange._replace(nbytes=self.settings.experts * slices * 4))
-            scatter, collect = [moved, exchange, moved], [moved, exchange, *collect]
-            values = home = [*values, exchange._replace(nbytes=pair)]
+            out, back = self._exchanges(run, hidden * run.byte)
+            counts = self.settings.experts * slices * (_INDEX if run.cpu else 4)
+            ids.append(Collective("F", "expert", "all_to_all", counts))
+            scatter, collect = [moved, out, moved], [moved, back, *collect]
+            out, back = self._exchanges(run, run.wide)
+            values, home = [*values, out], [*values, back]
+        rows_back = collect if reached else []
+        home = home if reached or self.router.trains else []
         whole = self._divided(run) * run.tensor
         joined: list[Operation] = [Collective("F", "tensor", "all_gather", whole)] if whole else []
         return (
-            Operations([*ids, *scatter, *values], _backward([*collect, *home])),
+            Operations([*ids, *scatter, *values], _backward([*rows_back, *home])),
             Operations([*collect, *joined], _backward(scatter)),
         )
+
+    def _exchanges(self, run: Execution, width: int) -> tuple[Collective, Collective]:
+        """Rows of so many bytes, sent to their experts and back."""
+        if run.routed is None:
+            even = Collective("F", "expert", "all_to_all", self.rows(run) * width)
+            return even, even
+        out, back = (Collective("F", "expert", "exchange", rows * width) for rows in run.routed)
+        return out, back
 
     def _divided(self, run: Execution) -> int:
         """Bytes of this rank's part of the input, where activations are whole on every tensor rank."""
@@ -445,38 +502,91 @@ class ExpertsSpec(BranchSpec):
         return operands + (self.shared.operands(run) if self.shared is not None else 0)
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
-        """Bytes needed in the forward pass, above what is kept."""
-        rows, hidden = self.rows(run), self.layer.hidden
-        shared = self.shared.forward(run, recomputed) if self.shared is not None else 0
-        most = max(hidden, self._widths(run)[0]) if self._adapted else hidden
-        return max(2 * rows * most * run.byte, shared)
-
-    @property
-    def _adapted(self) -> bool:
-        return any(stack.rank for stack in self.stacks)
+        """Bytes needed in the forward pass, above what is kept: of the experts, then of the shared ones."""
+        sizes = self._sizes(run)
+        back = sizes.rows + self._collected(run)
+        back = max(back, 3 * sizes.rows) if self.stacks[1].rank else back
+        alive = sizes.rows + sizes.outputs + sizes.inner + back
+        return self._alone(run, recomputed, alive)
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
-        """Bytes needed where the forward pass is repeated without the last products, above what is kept."""
-        return self.forward(run, recomputed)
+        """Bytes needed where the forward pass is repeated without the last products, above what is kept: the
+        results of these have places that nothing fills."""
+        sizes = self._sizes(run)
+        alive = 2 * sizes.rows + sizes.outputs + sizes.inner + sizes.tokens
+        return self._alone(run, recomputed, alive)
+
+    def _alone(self, run: Execution, recomputed: Parts, alive: int) -> int:
+        """Bytes above what is kept, given those of rows that are alive when the last product is sent back."""
+        sizes, stream = self._sizes(run), run.stream(self.layer.hidden)
+        if self.stacks[0].rank:  # its product, that of its adapters, and the sum
+            alive = max(alive, sizes.rows + 3 * sizes.outputs)
+        alive = max(alive, self._scattered(run))
+        above = alive - self._rows_kept(run, recomputed)
+        if self.shared is None:
+            return above
+        # The experts' result, and what the shared ones add to it; with a gate, its products too.
+        added = max(self.shared.forward(run, recomputed), (3 if self.gate is not None else 2) * stream)
+        return max(above - self.shared.kept(run, recomputed), stream + added)
+
+    def _sizes(self, run: Execution) -> RowBytes:
+        """Bytes of this rank's rows before, between and after the products, and of its tokens."""
+        (outputs, inner), row = self._widths(run), self.rows(run) * run.byte
+        hidden = self.layer.hidden
+        return RowBytes(row * hidden, row * outputs, row * inner, self.tokens(run) * hidden * run.byte)
+
+    def _rows_kept(self, run: Execution, recomputed: Parts) -> int:
+        """Bytes of rows that are kept."""
+        (first, second), sizes = self.stacks, self._sizes(run)
+        adapters = self.rows(run) * (first.rank + second.rank) * run.byte
+        activated = 0 if "moe_act" in recomputed or not second.trained else sizes.inner
+        return sizes.outputs + (sizes.rows if first.trained else 0) + activated + adapters
+
+    def _scattered(self, run: Execution) -> int:
+        """Bytes while rows are brought to their experts: as they are sent, as they arrive, and sorted; or the
+        tokens of all ranks, and rows."""
+        sizes, ranks = self._sizes(run), run.expert * run.expert_tensor
+        if ranks == 1:
+            return sizes.rows
+        if self.dispatcher(ranks, run.expert_tensor, run.exact) == "all_gather":
+            return ranks * sizes.tokens + sizes.rows
+        return 3 * sizes.rows
+
+    def _collected(self, run: Execution) -> int:
+        """Bytes while rows are brought back and added up, beside these: as they are sent and as they arrive,
+        or the sums of the tokens of all ranks; and the result."""
+        sizes, ranks = self._sizes(run), run.expert * run.expert_tensor
+        if ranks == 1:
+            return sizes.tokens
+        if self.dispatcher(ranks, run.expert_tensor, run.exact) == "all_gather":
+            received = ranks * sizes.tokens if run.cpu else 0
+            return ranks * sizes.tokens + received + sizes.tokens
+        return max(2 * sizes.rows, sizes.rows + sizes.tokens)
 
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
-        (outputs, inner), rows, hidden = self._widths(run), self.rows(run), self.layer.hidden
-        moments, live = [], 0
+        moments, live, stream = [], 0, run.stream(self.layer.hidden)
+        (first, second), sizes = self.stacks, self._sizes(run)
         if self.shared is not None:
             moments = self.shared.backward(run, recomputed, split)
-            live = (self.shared.operands(run) if split else 0) - self.shared.kept(run, recomputed)
-        sent, activated = rows * hidden * run.byte, rows * inner * run.byte
-        first, second = self.stacks
-        again = activated if "moe_act" in recomputed and second.trained else 0
-        down = live + sent + again + activated
-        moments.append(Moment(down + sent, down, second.parameters))
-        live += activated - (0 if "moe_act" in recomputed else activated) + (sent + activated if split else 0)
-        gradient = live + rows * outputs * run.byte * 2
-        live += rows * outputs * run.byte - activated
-        moments.append(Moment(max(gradient, live + 2 * sent), live + sent, first.parameters))
-        live += sent
-        moments.append(Moment(live + run.stream(hidden), live, (self.router.parameters[0],)))
+            live = (self.shared.operands(run) if split else 0) - self.shared.kept(run, recomputed) + stream
+        again = sizes.inner if "moe_act" in recomputed and second.trained else 0
+        kept = 0 if again or not second.trained else sizes.inner
+        # Of adapters: the scaled gradient, and gradients of the same rows by both ways.
+        more = sizes.rows + sizes.inner if second.rank else 0
+        down = live + sizes.rows + again + sizes.inner
+        needed = max(live + self._scattered(run), down + more)
+        moments.append(Moment(needed, down, second.parameters))
+        live += sizes.inner - kept + (sizes.rows + sizes.inner if split and second.trained else 0)
+        activation = live + sizes.outputs * (2 if not (run.cpu or run.compiled) else 1)
+        live -= sizes.inner  # the gradient of the outputs takes the place of these
+        up = live + sizes.rows + (sizes.outputs + sizes.rows if first.rank else 0)
+        if not (split and first.trained):
+            live -= sizes.outputs + (sizes.rows if first.trained else 0)
+        back = live + sizes.rows + self._collected(run)
+        moments.append(Moment(max(activation, up, back), up, first.parameters))
+        live += sizes.tokens
+        moments.append(Moment(live + stream, live, (self.router.parameters[0],)))
         return moments
 
     def weight_moments(self, run: Execution) -> list[Moment]:

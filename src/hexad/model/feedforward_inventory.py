@@ -53,14 +53,18 @@ class FeedForwardSpec(BranchSpec):
         """The linear layers in the order of the forward pass."""
         return self.inner, self.down
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
         """Both projections, and the activation between them: of inner values, gate and gradients."""
         activated = run.whole(self.width // run.tensor)
         inner = 2 if self.gated else 1
         forward = Pass("F", "activation", (inner + 1) * activated)
         backward: list[Operation] = [Pass("B", "activation", (2 * inner + 1) * activated)]
-        between = self.inner.operations(run, split).then(Operations([forward], backward))
-        total = between.then(self.down.operations(run, split))
+        total = self.inner.operations(run, split, reached)
+        reached = reached or self.inner.trains
+        total = total.then(Operations([forward], backward).reached(reached))
+        total = total.then(self.down.operations(run, split, reached))
         if "activations" in recomputed and self.down.trained:
             total.backward.insert(0, again(forward))
         return total

@@ -12,12 +12,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hexad.config.model import ModelSettings
-from hexad.parallel.inventory import Execution, Kept, Operation, Operations, Parameter, Pass, Product, Weight
+from hexad.parallel.inventory import (
+    Execution,
+    Grid,
+    Kept,
+    Operation,
+    Operations,
+    Parameter,
+    Pass,
+    Product,
+    Weight,
+)
 from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSpec, HeadSpec
 
 from .attention_inventory import AttentionCoreSpec, AttentionSpec
 from .block_inventory import BlockSpec, BranchSpec, LayerTraits
-from .experts_inventory import ExpertsSpec
+from .experts_inventory import BESIDE_LOADS, ExpertsSpec
 from .families import family
 from .feedforward_inventory import FeedForwardSpec
 from .latent_attention_inventory import LatentAttentionSpec
@@ -134,12 +144,17 @@ class StageSpec:
         return tuple(self.model.layer(number) for number in self.layers)
 
     @cached_property
+    def input_reached(self) -> bool:
+        """Whether the input of its first layer needs a gradient: something before is trained."""
+        before = (self.embedding, self.positions)
+        return self.after_trained or any(
+            not parameter.frozen for part in before if part for parameter in part.parameters
+        )
+
+    @cached_property
     def unreached(self) -> int:
         """Leading layers that no gradient reaches: nothing is trained in them or before."""
-        before = (self.embedding, self.positions)
-        if self.after_trained or any(
-            not parameter.frozen for part in before if part for parameter in part.parameters
-        ):
+        if self.input_reached:
             return 0
         trained = (any(not parameter.frozen for parameter in block.parameters) for block in self.blocks)
         return next((number for number, any_trained in enumerate(trained) if any_trained), len(self.blocks))
@@ -149,6 +164,10 @@ class StageSpec:
         """Whether any of its parameters is trained."""
         parts = (self.embedding, self.positions, self.norm, self.head, *dict.fromkeys(self.blocks))
         return any(not parameter.frozen for part in parts if part for parameter in part.parameters)
+
+    def reaches(self, place: int) -> bool:
+        """Whether the input of the layer at a place needs a gradient."""
+        return self.input_reached or place > self.unreached
 
     def recomputing(self, recompute: Recompute) -> list[tuple[BlockSpec, Parts]]:
         """Its layers, and what each recomputes."""
@@ -236,11 +255,12 @@ class StageSpec:
         """What a rank does with a microbatch in every layer; with ``split`` weight gradients are actions of
         their own. Leading layers that no gradient reaches have no backward pass."""
         layers = []
-        operations: dict[tuple[BlockSpec, Parts], Operations] = {}
+        operations: dict[tuple[BlockSpec, Parts, bool], Operations] = {}
         for number, (block, parts) in enumerate(self.recomputing(recompute)):
-            if (block, parts) not in operations:
-                operations[block, parts] = block.operations(run, parts, split)
-            whole = operations[block, parts]
+            key = block, parts, self.reaches(number)
+            if key not in operations:
+                operations[key] = block.operations(run, parts, split, key[-1])
+            whole = operations[key]
             layers.append(whole if number >= self.unreached else whole._replace(backward=[]))
         return layers
 
@@ -306,6 +326,19 @@ class ModelInventory:
         return tuple(
             sorted({name for kind in kinds for branch in self._plain[kind].parts for name in branch.losses})
         )
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """The grids that weights are divided over."""
+        return ("dense", "expert") if self.settings.expert_layers else ("dense",)
+
+    @property
+    def statistics(self) -> int:
+        """Numbers that a step counts of the experts of all layers, summed over ranks."""
+        moe = self.settings.moe
+        if moe is None or not self.settings.expert_layers:
+            return 0
+        return self.settings.layers * (moe.experts + BESIDE_LOADS)
 
     def _has_experts(self, number: int) -> bool:
         moe = self.settings.moe

@@ -126,19 +126,29 @@ class LatentAttentionSpec(AttentionCoreSpec):
         direct = self.mla.q_rank is None and (self.queries.trained or "mla_up" in recomputed)
         return self.down.trained or direct
 
-    def operations(self, run: Execution, recomputed: Parts = NOTHING, split: bool = False) -> Operations:
+    def operations(
+        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+    ) -> Operations:
         """The projections, the norms of latent vectors, and the attention itself, whose products leave out
         what fills up heads."""
-        before, norms = self.down.operations(run, split), Operations([], [])
+        before, norms = self.down.operations(run, split, reached), Operations([], [])
+        latent = reached or self.down.trains
         for norm in self.norms:
-            norms = norms.then(norm.operations(run, run.stream(norm.width)))
+            normed = norm.operations(run, run.stream(norm.width))
+            norms = norms.then(normed.reached(latent or norm.trains))
         # The gradients of the first product's parts, side by side.
         latents = run.stream(sum(self.down.outputs.values()))
-        before = before.then(Operations([], [Pass("B", "copy", 2 * latents)])).then(norms)
-        before = before.then(self._shared_key(run))
-        heads = self._heads_made(run, split)
-        total = before.then(heads).then(self._core(run, self.mla.head_dim, self.mla.value_dim))
-        total = total.then(self._joined(run)).then(self.out.operations(run, split))
+        parts = Operations([], [Pass("B", "copy", 2 * latents)])
+        before = before.then(parts.reached(latent)).then(norms)
+        before = before.then(self._shared_key(run).reached(latent))
+        of_queries = reached if self.mla.q_rank is None else latent or self.norms[0].trains
+        of_pairs = latent or self.norms[-1].trains
+        heads = self._heads_made(run, split, of_queries, of_pairs)
+        reached = of_queries or of_pairs or self.queries.trains or self.kv_up.trains
+        core = self._core(run, self.mla.head_dim, self.mla.value_dim).then(self._joined(run))
+        total = before.then(heads).then(core.reached(reached)).then(self.out.operations(run, split, reached))
+        if not reached:
+            return total
         repeated: list[Operation] = []
         if "latent_norms" in recomputed:
             repeated += norms.forward
@@ -160,21 +170,26 @@ class LatentAttentionSpec(AttentionCoreSpec):
         gather = Collective("F", "tensor", "all_gather", whole)
         return Operations([gather], [Collective("B", "tensor", "reduce_scatter", whole)])
 
-    def _heads_made(self, run: Execution, split: bool) -> Operations:
-        """Queries, keys and values of normalised latent vectors: projected, rotated, assembled."""
+    def _heads_made(
+        self, run: Execution, split: bool, queries_reached: bool, pairs_reached: bool
+    ) -> Operations:
+        """Queries, keys and values of normalised latent vectors: projected, rotated, assembled. What queries,
+        and what keys and values are made of needs a gradient if it is ``reached``."""
         q, k, _ = self._sizes(run)
         queries = self._heads(run, self.mla.head_dim)
         pairs = self._heads(run, self.mla.nope_dim + self.mla.value_dim)
         key = run.whole(self.mla.rope_dim)
         turned = [Pass("F", "rotation", 2 * size) for size in (queries, key)]
         back: list[Operation] = [Pass("B", "rotation", 2 * queries)]
-        of_queries = self.queries.operations(run, split).then(Operations([*turned[:1]], back))
+        of_queries = self.queries.operations(run, split, queries_reached).then(
+            Operations([*turned[:1]], back)
+        )
         if queries < q:  # padded to the width of attention's kernels
             padded = Pass("F", "copy", queries + q)
             of_queries = of_queries.then(Operations([padded], [padded._replace(action="B")]))
         back = [Pass("B", "copy", 2 * k + pairs), Pass("B", "sum", k + key), Pass("B", "rotation", 2 * key)]
         joined: list[Operation] = [Pass("B", "copy", 4 * k)]
-        of_pairs = self.kv_up.operations(run, split)
+        of_pairs = self.kv_up.operations(run, split, pairs_reached)
         return of_queries.then(of_pairs).then(Operations([turned[1], self._assembled(run)], [*joined, *back]))
 
     def _assembled(self, run: Execution) -> Pass:

@@ -41,6 +41,11 @@ class NormSpec:
         weight = vector("weight", 1.0)
         return (weight,) if self.kind == "rms" else (weight, vector("bias", 0.0))
 
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(not parameter.frozen for parameter in self.parameters)
+
     def statistics(self, run: Execution, rows: int) -> int:
         """Bytes kept besides the input: RMSNorm's scale, LayerNorm's mean and reciprocal deviation."""
         return 0 if run.exact else self._statistics(run, rows)

@@ -332,6 +332,10 @@ class Operations(NamedTuple):
             self.forward + following.forward, following.backward + self.backward, following.last
         )
 
+    def reached(self, reached: bool) -> Operations:
+        """These, where a gradient of their result or their weights is needed; else without backward pass."""
+        return self if reached else self._replace(backward=[])
+
     def of(self, action: str) -> list[Operation]:
         """The operations of ``F``, ``B``, ``W`` or ``BW``. A product that is set aside is not deferred to
         ``W``."""
@@ -421,6 +425,9 @@ class Execution:
         chunks: of a tensor-parallel layer's forward pass, of which one is sent while the next is computed.
         keys: tokens whose keys and values a rank sends in the rounds of a ring, and receives; None: those of
             all tokens, to every other rank.
+        routed: rows that a rank sends to experts of other ranks, and receives from these; None: those of an
+            even load.
+        imposed: experts are imposed on tokens, so that their capacity does not matter.
     """
 
     sequences: int
@@ -447,6 +454,8 @@ class Execution:
     exact: bool = False
     chunks: int = 1
     keys: tuple[int, int] | None = None
+    routed: tuple[int, int] | None = None
+    imposed: bool = False
 
     @property
     def tokens(self) -> int:

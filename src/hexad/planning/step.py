@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hexad.model.inventory import StageSpec
 from hexad.model.recompute_inventory import Recompute
 from hexad.parallel.data.bucket_plan import BucketPlan
-from hexad.parallel.data.ordering import Gathering, Rounds
+from hexad.parallel.data.ordering import Gathering, Gathers, Rounds
 from hexad.parallel.inventory import Execution, Grid, Kept
 from hexad.parallel.pipeline.schedule import Action, Message, Schedule
 from hexad.parallel.pipeline.transfers import Exchange, Transfer
@@ -124,6 +124,60 @@ class StateBuffers:
         self._peak[key] = max(self._peak[key], self._used[key])
 
 
+class StageGathers:
+    """The gathers of a stage's weights that are not resident, as its units run.
+
+    Args:
+        stage: whose units these are.
+        numbers: those of its parameters on the rank, by name.
+        buckets: of the rank.
+        gathers: carries them out.
+    """
+
+    def __init__(
+        self, stage: StageSpec, numbers: Mapping[str, int], buckets: Sequence[BucketPlan], gathers: Gathers
+    ) -> None:
+        self.members: dict[str, list[int]] = {}
+        for parameter in stage.parameters:
+            self.members.setdefault(parameter.unit, []).append(numbers[parameter.name])
+        if stage.head is not None and stage.head.tied == "here":
+            self.members["head"] = [numbers["embedding.weight"]]
+        owner = {number: bucket for bucket, plan in enumerate(buckets) for number in plan.members}
+        needed = [list(dict.fromkeys(owner[number] for number in unit)) for unit in self.members.values()]
+        self._order = Gathering(needed, buckets, gathers)
+        self._units = {unit: number for number, unit in enumerate(self.members)}
+        self._reached = [f"layers.{number}" for number in reversed(stage.layers[stage.unreached :])]
+        # Otherwise no gradient of a layer's input says that its backward pass is over.
+        self._leaves = stage.input_reached
+
+    def forward(self) -> None:
+        """Run a forward pass, up to the last unit, which is not left yet."""
+        *others, last = self._units.values()
+        for unit in others:
+            self._order.enter(unit)
+            self._order.leave(unit)
+        self._order.enter(last)
+
+    def end_forward(self) -> None:
+        """Leave the last unit."""
+        self._order.leave(len(self._units) - 1)
+
+    def turn(self, unit: str) -> None:
+        """The backward pass reaches a layer."""
+        self._order.turn(self._units[unit])
+
+    def end_backward(self) -> None:
+        """The backward pass of the first layer that it reaches is over."""
+        if self._reached and self._leaves:
+            self._order.leave(self._units[self._reached[-1]])
+
+    def backward(self) -> None:
+        """Run a backward pass."""
+        for unit in self._reached:
+            self.turn(unit)
+        self.end_backward()
+
+
 _BEGUN = 4
 """Actions of one kind after which a schedule repeats itself, as far as buffers of sharded state go."""
 
@@ -157,12 +211,6 @@ class StageMemory:
         self.kept = stage.kept(run, recompute)
         self.operands = stage.operands(run)
         self.kept_bytes = self.kept.total()
-        units: dict[str, list[int]] = {}
-        for parameter in stage.parameters:
-            units.setdefault(parameter.unit, []).append(numbers[parameter.name])
-        if stage.head is not None and stage.head.tied == "here":
-            units["head"] = [numbers["embedding.weight"]]
-        self.units = units
         self.layers = list(zip(stage.layers, stage.recomputing(recompute)))
         self.vectors = {
             parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
@@ -221,7 +269,8 @@ class StageMemory:
             last = number == stage.layers[-1]
             base += stream if last and not stage.last else 0  # what was received is held to the end
             yield base, base, self._vectors(unit), None
-        first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
+        units = ("positions.", "embedding.")
+        first = [self.numbers[p.name] for unit in units for p in stage.parameters if p.name.startswith(unit)]
         embeds = any(part.unit == "embedding" and not part.frozen for part in stage.parameters)
         gathers = run.sequence and embeds and not stage.unreached  # the gradient of the embedding's output
         if split and aside and not gathers:
@@ -281,7 +330,10 @@ class Step:
         self._kept: Counter[int] = Counter()
         self._operands: Counter[int] = Counter()
         self._bytes = 0
-        self._gathers = {number: self._gathering(stage, buckets) for number, stage in stages.items()}
+        self._gathers = {
+            number: StageGathers(stage.stage, stage.numbers, buckets, buffers)
+            for number, stage in stages.items()
+        }
         self._seen: Counter[tuple[str, int]] = Counter()
         self._most: dict[tuple[str, int], int] = {}
         actions = schedule.ranks[pipeline]
@@ -295,15 +347,6 @@ class Step:
             self._act(position, action, self._seen[action[:2]] in detailed[action[:2]])
             self._seen[action[:2]] += 1
             self._after(action)
-
-    def _gathering(
-        self, stage: StageMemory, buckets: Sequence[BucketPlan]
-    ) -> tuple[Gathering, dict[str, int]]:
-        """The order of a stage's gathers, and the number of every unit."""
-        owner = {number: bucket for bucket, plan in enumerate(buckets) for number in plan.members}
-        needed = [list(dict.fromkeys(owner[number] for number in unit)) for unit in stage.units.values()]
-        order = Gathering(needed, buckets, self._buffers)
-        return order, {unit: number for number, unit in enumerate(stage.units)}
 
     def _before(self, action: Action) -> None:
         """Take over the action's input: receive it, or end its wait on this rank."""
@@ -359,40 +402,36 @@ class Step:
 
     def _forward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
         """Walk ``F``; returns the bytes needed at the most."""
-        order, units = self._gathers[action.stage]
-        buffers = self._buffers
-        for unit in units.values() if detailed else ():
-            order.enter(unit)
-            if unit < len(units) - 1:
-                order.leave(unit)
+        gathers, buffers = self._gathers[action.stage], self._buffers
+        if detailed:
+            gathers.forward()
         most = stage.forward + buffers.moving
         if stage.stage.head is not None:
             needed, left = stage.stage.head.loss(stage.run)
             most = max(most, needed + buffers.moving)
             buffers.restart()
             if detailed:
-                buffers.contribute(stage.units["head"])
+                buffers.contribute(gathers.members["head"])
             most = max(most, left + buffers.most)
         if detailed:
-            order.leave(len(units) - 1)
+            gathers.end_forward()
         return most
 
     def _backward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
         """Walk ``B``, ``W`` or ``BW``; returns the bytes needed at the most."""
-        order, units = self._gathers[action.stage]
+        gathers = self._gathers[action.stage]
         moments = stage.weight_moments if action.kind == "W" else stage.moments[action.kind == "B"]
-        buffers, most, reached = self._buffers, 0, None
+        buffers, most = self._buffers, 0
         for needed, complete, done, unit in moments:
             if detailed and unit is not None:
-                reached = units[unit]
-                order.turn(reached)
+                gathers.turn(unit)
             most = max(most, needed + buffers.moving)
             if detailed and done:
                 buffers.restart()
                 buffers.contribute(done)
                 most = max(most, complete + buffers.most)
-        if reached is not None:
-            order.leave(reached)
+        if detailed and action.kind != "W":
+            gathers.end_backward()
         return most
 
 

@@ -20,6 +20,7 @@ from hexad.parallel.expert.kinds import ANYWHERE, KINDS
 from hexad.parallel.pipeline.schedule import Action
 from hexad.planning import Resolved
 from hexad.planning.memory import MemoryPlan, predict
+from hexad.planning.traffic import predicted_traffic
 from hexad.topology.mesh import Mesh
 
 from .engine import DryEngine
@@ -43,6 +44,7 @@ class DryRun:
         action: what the rank did at the peak.
         predicted: by :func:`hexad.planning.memory.predict`.
         sent: bytes by axis.
+        predicted_sent: by :func:`hexad.planning.traffic.predicted_traffic`.
         seconds: that the dry run took.
         resident: largest resident memory of this process so far, in bytes.
     """
@@ -55,6 +57,7 @@ class DryRun:
     action: str
     predicted: MemoryPlan
     sent: dict[str, int]
+    predicted_sent: dict[str, int]
     seconds: float
     resident: int
 
@@ -83,7 +86,7 @@ class DryRun:
         return sum(self.predicted_components.values())
 
     def as_tree(self) -> dict[str, Any]:
-        """The report as JSON values; an axis's ``predicted_bytes`` are None where nothing predicts them."""
+        """The report as JSON values."""
         predicted = self.predicted_components
         return {
             "rank": self.rank,
@@ -96,7 +99,7 @@ class DryRun:
             },
             "counted_action": self.action,
             "predicted_action": self.predicted.action,
-            "sent": {axis: {"bytes": size, "predicted_bytes": None} for axis, size in self.sent.items()},
+            "sent": {axis: _compared(size, self.predicted_sent[axis]) for axis, size in self.sent.items()},
             "seconds": self.seconds,
             "resident_bytes": self.resident,
         }
@@ -163,6 +166,7 @@ def dry_run(resolved: Resolved, rank: int) -> DryRun:
         action=action,
         predicted=predict(resolved, rank),
         sent=sent,
+        predicted_sent=predicted_traffic(resolved, rank),
         seconds=time.perf_counter() - begin,
         resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         * (1 if sys.platform == "darwin" else 1024),

@@ -76,6 +76,10 @@ class BucketPlan:
         """Whether nothing ever changes its parameters."""
         return self.traits.frozen and not self.traits.wide
 
+    def rounds(self, microbatches: int) -> int:
+        """How often its gradients are reduced in a step."""
+        return 1 if self.keeps_gradients else microbatches
+
     @property
     def order(self) -> int:
         """Its place: forward needs buckets in ascending order."""

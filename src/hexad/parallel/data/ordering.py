@@ -76,7 +76,7 @@ class Rounds:
         rounds, microbatches = (1, _ANY) if microbatches is None else (microbatches, microbatches)
         self._turn = len(self._buckets) - 1
         for bucket, plan in enumerate(self._buckets):
-            self._left[bucket] = 1 if plan.keeps_gradients else rounds
+            self._left[bucket] = plan.rounds(rounds)
             self._first[bucket] = True
             self._due[bucket] = [microbatches * use for use in plan.uses]
             self._renew(bucket)

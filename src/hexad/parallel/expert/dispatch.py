@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 from pkgutil import resolve_name
 from typing import Any
 
@@ -29,7 +28,7 @@ from hexad.topology.mesh import ExpertRanks
 
 from ..contributions import applied
 from ..pointwise import maybe_compiled
-from .kinds import KINDS
+from .kinds import KINDS, Bound
 from .permutation import Permutation, gathered_sum, sorted_by
 
 
@@ -291,8 +290,7 @@ class Dispatcher:
         if self.allowance is None or not bounded:
             permutation = Permutation.of(mine, local, int(count))
             return Gathered(permutation, self.ranks, len(experts), most)
-        even = most * top_k * self.ranks.slices
-        rows = min(ceil(self.allowance * even), axis.size * most * min(top_k, local))
+        rows = self.bound(most, top_k).rows
         missed = (count - rows).clamp(min=0)
         permutation = Permutation.of(mine, local, rows)
         return Gathered(permutation, self.ranks, len(experts), most, missed)
@@ -315,6 +313,11 @@ class Dispatcher:
         for rank, (expert, part) in enumerate(zip(ranks.expert, ranks.slice)):
             table[expert, part] = rank
         return table.to(ranks.axis.device)
+
+    def bound(self, tokens: int, top_k: int) -> Bound:
+        """The size of buffers, given the tokens of the rank that has most."""
+        assert self.allowance is not None
+        return Bound(self.allowance, tokens, top_k, self.ranks.axis.size, self.ranks.slices, self.local)
 
     def exchanged(self, experts: Tensor, most: int, bounded: bool) -> Route:
         """A route of ``alltoall``."""
@@ -344,10 +347,8 @@ class Dispatcher:
             places: of each pair in that order.
             most: tokens of the rank that has most.
         """
-        size, local, per_token = self.ranks.axis.size, self.local, places.shape[1]
-        assert self.allowance is not None
-        even = most * per_token / size
-        slots = max(1, min(ceil(self.allowance * even), most * min(per_token // self.ranks.slices, local)))
+        size, local = self.ranks.axis.size, self.local
+        slots = self.bound(most, places.shape[1] // self.ranks.slices).slots
         numbers = torch.arange(slots, dtype=torch.int32, device=order.device)
         ends, chosen = maybe_compiled(_slots, self.compiled)(bounds, numbers, size, local, len(order))
         arriving = all_to_all(ends, self.ranks.axis)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from hexad.config import Config, ConfigError, alternatives
 from hexad.config.model import DispatcherName
@@ -48,6 +49,38 @@ def _common(config: Config) -> Iterator[str]:
         yield f"precision.dtype bf16 or fp8, not {dtype}"
     if slices > 1:
         yield f"parallel.expert_tensor 1, not {slices}"
+
+
+class Bound(NamedTuple):
+    """What bounds the rows of a rank's buffers of a static size.
+
+    Attributes:
+        allowance: rows, as a multiple of an even load.
+        tokens: of the rank that has most.
+        top_k: experts of a token.
+        ranks: of the group.
+        slices: of them, those that have a part of each expert.
+        local: experts of a rank.
+    """
+
+    allowance: float
+    tokens: int
+    top_k: int
+    ranks: int
+    slices: int
+    local: int
+
+    @property
+    def slots(self) -> int:
+        """Rows that a rank may send to each other one (``alltoall``)."""
+        even = self.tokens * self.top_k * self.slices / self.ranks
+        return max(1, min(ceil(self.allowance * even), self.tokens * min(self.top_k, self.local)))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a rank's experts (``all_gather``)."""
+        even = self.tokens * self.top_k * self.slices
+        return min(ceil(self.allowance * even), self.ranks * self.tokens * min(self.top_k, self.local))
 
 
 _MOST = 16

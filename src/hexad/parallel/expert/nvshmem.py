@@ -7,7 +7,6 @@ a place: those of a rank's experts have the bound in common, whatever ranks they
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ def route(dispatcher: Dispatcher, experts: Tensor, most: int, bounded: bool) -> 
     order, bounds = sorted_by(experts.flatten(), dispatcher.experts)
     counts = bounds.diff()
     every = all_gather(counts.long(), axis)
-    rows = min(ceil(dispatcher.allowance * even), size * most * min(top_k, local))
+    rows = dispatcher.bound(most, top_k).rows
     plan = maybe_compiled(_plan, dispatcher.compiled)
     sent, received, offsets = plan(every, size, local, axis.rank, rows)
     # A place that is never sent remains at the end, for pairs without one.

@@ -230,6 +230,11 @@ class LinearSpec:
         return bool(self.matrices)
 
     @property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained, biases included."""
+        return any(not parameter.frozen for parameter in self.parameters)
+
+    @property
     def _own_trained(self) -> bool:
         """Whether the layer's own weights are trained, besides adapters."""
         return any(layer.matrix and not layer.frozen for layer in self.layers)
@@ -253,8 +258,9 @@ class LinearSpec:
         """One of each matrix in each action, for frozen ones none in ``W``."""
         return self.operations(run, False).products
 
-    def operations(self, run: Execution, split: bool) -> Operations:
-        """What a rank does; with ``split`` weight gradients are actions of their own.
+    def operations(self, run: Execution, split: bool, reached: bool = True) -> Operations:
+        """What a rank does; with ``split`` weight gradients are actions of their own; ``reached``: the input
+        needs a gradient.
 
         Column-parallel: the input is gathered (sequence parallel); its gradient is summed while the weight's
         is computed, for which it is gathered again while the input's gradient is computed, or in ``W``.
@@ -262,13 +268,16 @@ class LinearSpec:
         """
         over, run = (run.tensor > 1 and not self.replicated), self._execution(run)
         forward, of_input, of_weights = self._computed(run, split)
+        if not reached:
+            of_input = []
         if not over:
             return Operations(forward, of_input + of_weights, len(forward))
         whole = run.whole(self.features if self.row else self.inputs)
         scatter = "reduce_scatter" if run.sequence else "all_reduce"
         if self.row:
             forward = self._summed(run, forward, scatter, whole)
-            gather = [Collective("B", "tensor", "all_gather", whole, meanwhile=True)] if run.sequence else []
+            needed = run.sequence and (reached or self.trains)
+            gather = [Collective("B", "tensor", "all_gather", whole, meanwhile=True)] if needed else []
             return Operations(forward, [*gather, *of_input, *of_weights], len(forward))
         again: list[Operation] = []
         later = split and not self.dropping(run)
@@ -277,10 +286,12 @@ class LinearSpec:
             if self.trained:
                 again = [Collective("W" if later else "B", "tensor", "all_gather", whole, len(of_input))]
         beside = 0 if split else len(of_weights)
-        reduce = Collective("B", "tensor", scatter, whole, beside, meanwhile=not run.sequence)
+        reduce: list[Operation] = []
+        if reached:
+            reduce = [Collective("B", "tensor", scatter, whole, beside, meanwhile=not run.sequence)]
         if later:
-            return Operations(forward, [*of_input, reduce, *again, *of_weights], len(forward))
-        return Operations(forward, [*again, *of_input, reduce, *of_weights], len(forward))
+            return Operations(forward, [*of_input, *reduce, *again, *of_weights], len(forward))
+        return Operations(forward, [*again, *of_input, *reduce, *of_weights], len(forward))
 
     def _computed(
         self, run: Execution, split: bool

@@ -25,6 +25,7 @@ _COMMANDS = {
     "data": ("hexad.cli.data", "data", "Build, inspect and verify datasets."),
     "tokenizer": ("hexad.cli.tokenizer", "tokenizer", "Train and show tokenizers."),
     "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Inspect, verify, import and export checkpoints."),
+    "plan": ("hexad.cli.plan", "plan", "Predict step time and memory of layouts."),
     "show": ("hexad.cli.show", "show", "Draw layouts, schedules and runs."),
     "config": ("hexad.cli.config", "config", "Write, show and check configurations; presets."),
 }

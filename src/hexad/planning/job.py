@@ -39,6 +39,7 @@ class Job:
         update: bytes moved for each parameter that a rank updates.
         offload: the optimizer's state is in the host's memory.
         attention_again: attention's forward kernel is repeated in the backward pass.
+        repeated: part of the forward pass's products that the backward pass repeats, besides ``recompute``.
         eight: the format of products in 8 bits (or fewer).
     """
 
@@ -55,6 +56,7 @@ class Job:
     update: float = 28.0
     offload: bool = False
     attention_again: bool = False
+    repeated: float = 0.0
     eight: Format = "fp8"
 
     @classmethod

@@ -42,7 +42,7 @@ class RankRates:
 
     def product(self, product: Product) -> float:
         """Seconds of matrix products; a weight gradient is added to its sum."""
-        plain = product._replace(again=False, aside=False)
+        plain = product._replace(aside=False)
         seconds = self._products.get(plain)
         if seconds is None:
             seconds = self._products[plain] = self._product(plain)
@@ -60,7 +60,9 @@ class RankRates:
             divided="k" if weights else "m",
             result_bytes=result,
         )
-        return seconds * product.times * self.implementation.products
+        # Those of a layer's input gradient are as large as those of its forward pass.
+        repeated = 1 + self.job.repeated if product.action == "B" and not product.again else 1.0
+        return seconds * product.times * repeated * self.implementation.products
 
     def _format(self, product: Product) -> Format:
         run = self.job.run
@@ -78,7 +80,7 @@ class RankRates:
         heads = sum(product.flops for product in products) / length**2
         heads /= (width + value) if forward else (3 * width + 2 * value)
         format_: Format = "bf16" if run.byte == 2 else "fp32" if run.byte == 4 else "fp64"
-        if self.implementation.scores:
+        if self.implementation.unfused:
             return self._unfused(forward, heads, length, width, value, format_)
         seconds = self.kernels.attention(
             "forward" if forward else "backward", heads, length, width, format_, value_width=value
@@ -144,7 +146,12 @@ class RankRates:
     def places(self) -> tuple[object, ...]:
         """All that the time of a layer's operations depends on, besides the operations."""
         axes = ("tensor", "ring", "ulysses", "expert")
-        return (self.job.run, self.job.attention_again, *(self.groups.get(axis) for axis in axes))
+        return (
+            self.job.run,
+            self.job.attention_again,
+            self.job.repeated,
+            *(self.groups.get(axis) for axis in axes),
+        )
 
     def message(self, nbytes: int) -> float:
         """Seconds of a message to the next pipeline rank."""

@@ -31,6 +31,19 @@ class Implementation(Settings):
     """Times as many kernels."""
     calls: PositiveFloat = 4.0
     """Operator calls of the host for each kernel."""
+    graphs: bool = False
+    """Kernels are started by CUDA graphs: the host does not slow a step down."""
+    quantise: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Part of the time that separate kernels take to convert operands to 8 bits: others convert what they
+    compute at once."""
+    collective_calls: PositiveFloat = 1.0
+    """Times as much of the host's time as Hexad takes for a collective."""
+    message_us: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Microseconds at sender and receiver of a message of the pipeline, besides its transfer: the host waits
+    for the device before it goes on."""
+    scattered: bool = False
+    """Where tensor ranks hold the same activations, each sends a part of a pipeline's message to the next
+    stage, where the parts are gathered (Megatron-LM's scatter-gather)."""
     unfused: bool = False
     """Attention scores are in memory, of all pairs; a row's note may say otherwise."""
     scores: PositiveFloat = 11.0

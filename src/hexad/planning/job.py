@@ -41,6 +41,7 @@ class Job:
         attention_again: attention's forward kernel is repeated in the backward pass.
         repeated: part of the forward pass's products that the backward pass repeats, besides ``recompute``.
         eight: the format of products in 8 bits (or fewer).
+        eight_attention: fused attention computes in 8 bits, too.
     """
 
     model: ModelInventory
@@ -58,6 +59,7 @@ class Job:
     attention_again: bool = False
     repeated: float = 0.0
     eight: Format = "fp8"
+    eight_attention: bool = False
 
     @classmethod
     def of(cls, resolved: Resolved) -> Job:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hexad.config import HexadError
@@ -96,20 +96,23 @@ _SYSTEMS = (
     (r"vtrain", "vtrain"),
     (r"korthikanti|sc21|zero bubble", "megatron-2022"),
     (r"bloom|megatron-deepspeed", "megatron-deepspeed"),
+    (r"simumax|functional tests", "megatron-lm"),
     (r"torchtitan", "torchtitan"),
     (r"llm-foundry|mosaic", "llm-foundry"),
     (r"nanotron", "nanotron"),
     (r"automodel", "automodel"),
+    (r"maxtext", "maxtext"),
     (r"hexad", "hexad"),
 )
 """Patterns of sources and the implementation that they measured; of others ``megatron-core``."""
 
 
-def system_of(source: str) -> str:
-    """The name of the implementation that a source measured."""
-    for pattern, name in _SYSTEMS:
-        if re.search(pattern, source.lower()):
-            return name
+def system_of(row: Mapping[str, Any]) -> str:
+    """The name of the implementation that a row measured, by its source, or by its note."""
+    for text in (str(row.get("source", "")), str(row.get("note", ""))):
+        for pattern, name in _SYSTEMS:
+            if re.search(pattern, text.lower()):
+                return name
     return "megatron-core"
 
 
@@ -130,10 +133,10 @@ def published(row: Mapping[str, Any]) -> Published:
 def _published(row: Mapping[str, Any]) -> Published:
     shape, measured = row.get("model") or {}, row.get("measured") or {}
     notes = Notes.of(row)
-    system = _configured(implementation(row.get("system") or system_of(str(row.get("source", "")))), notes)
+    system = _configured(implementation(row.get("system") or system_of(row)), notes)
     model, sequence = _model(shape, row), _number(shape, "seq", "model.seq")
     layout, microbatches = _layout(row), _microbatches(row)
-    run = _execution(row, layout, sequence, system)
+    run = replace(_execution(row, layout, sequence, system), compiled=notes.compiled is not False)
     inventory = ModelInventory(model, run.sequence, layout.tensor, _VOCABULARY)
     _check_divisible(model, layout)
     schedule_name, virtual = _schedule(row, layout)
@@ -156,6 +159,7 @@ def _published(row: Mapping[str, Any]) -> Published:
         attention_again=again,
         repeated=repeated,
         eight=_eight(row),
+        eight_attention=notes.eight_attention,
     )
     try:
         seconds, unmeasured = step_seconds(row, job), None
@@ -180,6 +184,8 @@ def _published(row: Mapping[str, Any]) -> Published:
 def _configured(system: Implementation, notes: Notes) -> Implementation:
     """A training system as a row configures it."""
     update: dict[str, Any] = {}
+    if notes.graphs:
+        update["graphs"] = True
     if notes.local_layers:
         update |= {"unfused": True, "transformer_engine": False}
     if notes.attention != "auto":
@@ -326,7 +332,9 @@ def _execution(row: Mapping[str, Any], layout: Layout, sequence: int, system: Im
 
 def _eight(row: Mapping[str, Any]) -> Format:
     precision = str(row.get("precision") or "").lower()
-    return "nvfp4" if "nvfp4" in precision else "fp8"
+    if "nvfp4" in precision:
+        return "nvfp4"
+    return "fp8_block" if re.search(r"row|block", precision) else "fp8"
 
 
 def _check_divisible(model: ModelSettings, layout: Layout) -> None:
@@ -374,11 +382,27 @@ def _recompute(row: Mapping[str, Any], model: ModelSettings) -> tuple[Recompute,
     if text.startswith("full"):
         some = re.search(r"(\d+) of (\d+) layers", text)
         return Recompute("full", int(some[1]) if some else None), False, 0.0
+    if "qkv" in text:  # MaxText's policies keep projections
+        kept = r"save_qkv_proj|all but qkv"
+        if re.search(kept, text):
+            outputs = "output proj" in text
+            parts = frozenset({"norms", "rotated", "activations"})
+            return Recompute("none", None, parts), True, _repeated(model, outputs)
     if "(op)" in text:  # every second product of a layer, and all that is pointwise
         return Recompute("none", None, frozenset({"norms", "rotated", "activations"})), False, 0.5
     parts = frozenset(part for word, part in _PARTS.items() if re.search(rf"\b{word}\b", text))
-    core = text == "selective" or "core_attn" in text or "save_qkv_proj" in text or "all but" in text
+    core = text == "selective" or "core_attn" in text
     return Recompute("none", None, parts), core, 0.0
+
+
+def _repeated(model: ModelSettings, outputs: bool) -> float:
+    """Part of a dense layer's products that is repeated where the results of the projections before attention
+    are kept, with ``outputs`` also of the one after it; results of the last product are not needed."""
+    queries, keys = (int(count) * int(model.head_dim) for count in (model.heads, model.kv_heads))
+    gates = 2 if family(model.family).gated else 1
+    ffn = int(model.ffn_hidden)
+    again = gates * ffn + (0 if outputs else queries)
+    return again / ((gates + 1) * ffn + 2 * queries + 2 * keys)
 
 
 def _sharding(row: Mapping[str, Any], layout: Layout) -> tuple[int, int]:

@@ -32,6 +32,7 @@ class Notes:
         first_layers, last_layers: of the first and of the last pipeline stage; None where not stated.
         one_by_one: experts are computed one after the other, not in one grouped product.
         gathered: tokens reach experts by an all-gather, not by an all-to-all.
+        eight_attention: attention computes in 8 bits.
         deferred_embedding: gradients of the output matrix are computed at the end of the step.
     """
 
@@ -55,6 +56,7 @@ class Notes:
     one_by_one: bool = False
     gathered: bool = False
     deferred_embedding: bool = False
+    eight_attention: bool = False
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Notes:
@@ -77,13 +79,14 @@ class Notes:
             offloaded=bool(re.search(r"activations offloaded|cpu_offload=(1|true)", text)),
             scope=int(scope[1]) / int(scope[2]) if scope else 1.0,
             compiled=_compiled(text),
-            graphs=bool(re.search(r"cuda graphs|cuda_graph=(1|true)", text)),
+            graphs=_graphs(row, text),
             tensor_overlap=_flag(text, r"tp_comm_overlap=(\w+)", r"\btp overlap|async tp", r"vanilla tp"),
             deterministic="deterministic" in text.replace("nondeterministic", ""),
             first_layers=_count(text, r"first pipeline num layers (\d+)"),
             last_layers=_count(text, r"last pipeline num layers (\d+)"),
             one_by_one="experts one by one" in text,
             gathered="dispatcher allgather" in text,
+            eight_attention=bool(re.search(r"fp8_attention=(1|true)", text)),
             deferred_embedding="deferred embedding gradients" in text,
         )
 
@@ -120,3 +123,12 @@ def _local_layers(row: Mapping[str, Any]) -> bool:
     if "mcore" not in name or "fp8" in str(row.get("precision")):
         return False
     return "uninstall_te" in name or not re.search(r"_te(_|$)", name)
+
+
+def _graphs(row: Mapping[str, Any], text: str) -> bool:
+    """Whether CUDA graphs start the kernels: as the note says; Megatron-Bridge's recipes for Blackwell GPUs
+    capture them."""
+    if found := re.search(r"cuda_graph=(\w+)", text):
+        return found[1] in ("1", "true")
+    bridge = "megatron-bridge" in str(row.get("source")).lower()
+    return "cuda graphs" in text or (bridge and bool(re.search(r"\bg?b[23]00", str(row.get("gpu")).lower())))

@@ -34,8 +34,9 @@ class RankRates:
         taken = constants.overlap.multiprocessors / cluster.hardware.multiprocessors
         self.taken = min(0.5, taken)
         host = constants.host
-        self.operator_seconds = host.operator_us * 1e-6 * implementation.calls * implementation.kernels
-        self.collective_seconds = host.collective_us * 1e-6
+        started = 0.0 if implementation.graphs else 1e-6
+        self.operator_seconds = host.operator_us * started * implementation.calls * implementation.kernels
+        self.collective_seconds = host.collective_us * started * implementation.collective_calls
         self.aside, self.beside = implementation.aside, implementation.tensor == "overlapped"
         self._products: dict[Product, float] = {}
         self._collectives: dict[tuple[str, str, int], tuple[float, str]] = {}
@@ -51,15 +52,20 @@ class RankRates:
     def _product(self, product: Product) -> float:
         run, weights = self.job.run, product.action == "W"
         result = 2.0 * run.gradient if weights else float(run.byte)
+        format_ = self._format(product)
         seconds = self.kernels.product(
             product.m,
             product.n,
             product.k,
-            self._format(product),
+            format_,
             groups=product.groups,
             divided="k" if weights else "m",
             result_bytes=result,
         )
+        if format_ == self.job.eight and not weights:
+            # A weight's gradient is computed from operands that were converted for the other two products.
+            converting = self.kernels.quantising(product.m, product.k, format_)
+            seconds += self.implementation.quantise * converting / self.implementation.products
         # Those of a layer's input gradient are as large as those of its forward pass.
         repeated = 1 + self.job.repeated if product.action == "B" and not product.again else 1.0
         return seconds * product.times * repeated * self.implementation.products
@@ -82,6 +88,8 @@ class RankRates:
         format_: Format = "bf16" if run.byte == 2 else "fp32" if run.byte == 4 else "fp64"
         if self.implementation.unfused:
             return self._unfused(forward, heads, length, width, value, format_)
+        if self.job.eight_attention:
+            format_ = "fp8"
         seconds = self.kernels.attention(
             "forward" if forward else "backward", heads, length, width, format_, value_width=value
         )
@@ -150,13 +158,19 @@ class RankRates:
             self.job.run,
             self.job.attention_again,
             self.job.repeated,
+            self.job.eight,
+            self.job.eight_attention,
             *(self.groups.get(axis) for axis in axes),
         )
 
     def message(self, nbytes: int) -> float:
         """Seconds of a message to the next pipeline rank."""
-        if self.job.layout.pipeline == 1:
+        layout, run = self.job.layout, self.job.run
+        if layout.pipeline == 1:
             return 0.0
-        ((_, stride),) = self.job.layout.digits("pipeline")
+        ((_, stride),) = layout.digits("pipeline")
         pair = Group.strided(2, stride, self.cluster.domain_size)
+        if self.implementation.scattered and layout.tensor > 1 and not run.sequence:
+            gather = self.cluster.seconds("all_gather", nbytes, self.groups["tensor"])
+            return self.cluster.seconds("send", nbytes / layout.tensor, pair) + gather
         return self.cluster.seconds("send", nbytes, pair)

@@ -4,7 +4,7 @@ Every system has few constants, each of which stands for a mechanism (:mod:`hexa
 They are fitted on all rows of files of the calibration format that measured it, robustly: errors are ratios,
 those above some 10 % count less, settings that were measured often count as few, and constants are drawn to
 their defaults. Cross-validation predicts each group of rows (a model, a kind of GPU, a source) with constants
-that were fitted without it.
+that were fitted without it, by their derivatives at the constants that were fitted on all rows.
 
     python -m benchmarks.fit_implementations FILE.jsonl... [--system NAME] [--write]
 """
@@ -15,6 +15,7 @@ import argparse
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,6 @@ FITTED: dict[str, dict[str, float]] = {
     "maxtext": {"products": 1.0, "passes": 1.5, "quantise": 0.5},
     "torchtitan": {"products": 1.0, "attention": 1.0, "passes": 1.5, "uncompiled": 2.0},
     "llm-foundry": {"products": 1.0, "attention": 1.0, "passes": 3.0},
-    "nanotron": {"products": 1.0, "passes": 3.0, "calls": 4.0},
     "automodel": {"products": 1.0},
 }
 """The constants of each system that are fitted, and where the fit begins."""
@@ -58,6 +58,12 @@ SCALE = 0.1
 PRIOR = 0.15
 """How strongly constants are drawn to where the fit begins: the error in the mean row that a factor of e is
 worth, by the root of the number of settings."""
+
+
+STEP = 0.05
+"""Step of derivatives, in logarithms of constants."""
+OF_A_SETTING = 2
+"""Rows of a setting that are fitted on."""
 
 
 @dataclass
@@ -76,22 +82,61 @@ class Fit:
         chosen = range(len(self.rows)) if rows is None else rows
         return np.array([predicted(self.rows[number][1], constants) - 1 for number in chosen])
 
-    def constants(self, rows: Sequence[int]) -> dict[str, float]:
-        """Constants fitted on some of the rows."""
-        names, start = list(self.start), np.array(list(self.start.values()))
+    def values(self, logs: np.ndarray) -> dict[str, float]:
+        """Constants, given the logarithms of their ratios to the beginning."""
+        return {name: float(start * np.exp(log)) for (name, start), log in zip(self.start.items(), logs)}
+
+    def residuals(self, errors: np.ndarray, logs: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """What is minimised, given the logarithms of predicted over measured times."""
         settings = [setting(self.rows[number][0]) for number in rows]
         counts = Counter(settings)
         weights = np.array([counts[each] ** -0.5 for each in settings])
+        robust = np.sign(errors) * SCALE * np.sqrt(2 * (np.sqrt(1 + (errors / SCALE) ** 2) - 1))
+        return np.concatenate([weights * robust, PRIOR * SCALE * len(counts) ** 0.5 * logs])
 
-        def values(logs: np.ndarray) -> dict[str, float]:
-            return {name: float(value) for name, value in zip(names, start * np.exp(logs))}
+    @cached_property
+    def fitted(self) -> np.ndarray:
+        """Logarithms of the constants fitted on all rows."""
+        rows = self.thinned
 
         def residuals(logs: np.ndarray) -> np.ndarray:
-            errors = np.log1p(self.errors(values(logs), rows))
-            robust = np.sign(errors) * SCALE * np.sqrt(2 * (np.sqrt(1 + (errors / SCALE) ** 2) - 1))
-            return np.concatenate([weights * robust, PRIOR * 0.1 * len(counts) ** 0.5 * logs])
+            return self.residuals(np.log1p(self.errors(self.values(logs), rows)), logs, rows)
 
-        return values(least_squares(residuals, np.zeros(len(names)), diff_step=0.02, max_nfev=12).x)
+        return least_squares(residuals, np.zeros(len(self.start)), diff_step=0.02, max_nfev=8).x
+
+    @cached_property
+    def thinned(self) -> list[int]:
+        """The rows that are fitted on: few of a setting."""
+        seen: Counter[tuple[Any, ...]] = Counter()
+        kept = []
+        for number, (row, _) in enumerate(self.rows):
+            of_setting = setting(row)
+            seen[of_setting] += 1
+            if seen[of_setting] <= OF_A_SETTING:
+                kept.append(number)
+        return kept
+
+    @cached_property
+    def linear(self) -> tuple[np.ndarray, np.ndarray]:
+        """Logarithmic errors of the thinned rows with the fitted constants, and their derivatives."""
+        errors = np.log1p(self.errors(self.values(self.fitted), self.thinned))
+        columns = []
+        for number in range(len(self.start)):
+            moved = self.fitted.copy()
+            moved[number] += STEP
+            columns.append((np.log1p(self.errors(self.values(moved), self.thinned)) - errors) / STEP)
+        return errors, np.stack(columns, axis=1)
+
+    def without(self, members: Sequence[int]) -> dict[str, float]:
+        """Constants fitted without some rows, by derivatives at those that were fitted on all."""
+        chosen = [place for place, number in enumerate(self.thinned) if number not in set(members)]
+        rows = [self.thinned[place] for place in chosen]
+        errors, derivatives = (part[chosen] for part in self.linear)
+
+        def residuals(logs: np.ndarray) -> np.ndarray:
+            return self.residuals(errors + derivatives @ (logs - self.fitted), logs, rows)
+
+        return self.values(least_squares(residuals, self.fitted).x)
 
     def left_out(self, group: Callable[[Mapping[str, Any]], str]) -> np.ndarray | None:
         """Errors of every group with constants that were fitted on the others; None if there is only one."""
@@ -102,8 +147,7 @@ class Fit:
             return None
         errors = np.zeros(len(self.rows))
         for members in groups.values():
-            others = sorted(set(range(len(self.rows))) - set(members))
-            errors[members] = self.errors(self.constants(others), members)
+            errors[members] = self.errors(self.without(members), members)
         return errors
 
 
@@ -172,7 +216,7 @@ def summary(errors: np.ndarray | None) -> str:
 
 def report(fit: Fit, every: Sequence[int], cross: bool) -> dict[str, float]:
     """Print a system's constants and errors by source; returns the constants."""
-    constants = fit.constants(every)
+    constants = fit.values(fit.fitted)
     print(f"\n{fit.system}: {', '.join(f'{name} {value:.4g}' for name, value in constants.items())}")
     errors = fit.errors(constants)
     left = {name: fit.left_out(group) if cross else None for name, group in GROUPS.items()}

@@ -421,6 +421,8 @@ class Execution:
         chunks: of a tensor-parallel layer's forward pass, of which one is sent while the next is computed.
         keys: tokens whose keys and values a rank sends in the rounds of a ring, and receives; None: those of
             all tokens, to every other rank.
+        fp8_experts: products of experts are computed in 8 bits, too; Hexad computes them in the model's
+            format.
     """
 
     sequences: int
@@ -447,6 +449,7 @@ class Execution:
     exact: bool = False
     chunks: int = 1
     keys: tuple[int, int] | None = None
+    fp8_experts: bool = False
 
     @property
     def tokens(self) -> int:

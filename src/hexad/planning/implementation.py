@@ -36,6 +36,8 @@ class Implementation(Settings):
     quantise: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Part of the time that separate kernels take to convert operands to 8 bits: others convert what they
     compute at once."""
+    eight_experts: bool = False
+    """In 8 bits grouped products of experts are computed, too."""
     collective_calls: PositiveFloat = 1.0
     """Times as much of the host's time as Hexad takes for a collective."""
     message_us: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -16,7 +16,7 @@ from hexad.config.model import LoraSettings, MlaSettings, ModelSettings, MoeSett
 from hexad.model.configuration import complete_model
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute_inventory import Part, Recompute
+from hexad.model.recompute_inventory import Part, Parts, Recompute
 from hexad.parallel.inventory import Execution
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
@@ -198,6 +198,8 @@ def _configured(system: Implementation, notes: Notes) -> Implementation:
 def _stage_layers(model: ModelSettings, stages: int, notes: Notes) -> tuple[range, ...]:
     """The layers of every pipeline stage: as many each as possible, unless the row says those of the ends."""
     first, last = notes.first_layers, notes.last_layers
+    if stages > 2 and (notes.shorter_ends or stages == model.layers + 2):
+        first = last = max(0, (model.layers + 2) // stages - 1)
     if stages < 2 or (first is None and last is None):
         return partition("even", model.layers, stages, LayerCosts(0.0, (1.0,) * model.layers, 0.0))
     begin, end = first or 0, model.layers - (last or 0)
@@ -295,7 +297,8 @@ def _layout(row: Mapping[str, Any]) -> Layout:
         context=context,
         pipeline=pipeline,
         expert=expert,
-        expert_tensor=_number(row, "etp", default=1) if expert > 1 else 1,
+        # As in Megatron-LM, experts are divided as the other weights are unless it is stated.
+        expert_tensor=_number(row, "etp", default=tensor) if expert > 1 else 1,
     )
 
 
@@ -320,6 +323,7 @@ def _execution(row: Mapping[str, Any], layout: Layout, sequence: int, system: Im
         reduced=system.reduced,
         fp8=narrow,
         fp8_weight_gradients=narrow,
+        fp8_experts=narrow and system.eight_experts,
         cpu=False,
         compiled=True,
         context=layout.context,
@@ -366,6 +370,8 @@ def _schedule(row: Mapping[str, Any], layout: Layout) -> tuple[str, int]:
     return "1f1b", 1
 
 
+_POINTWISE: Parts = frozenset({"norms", "rotated", "activations"})
+"""What costs no product."""
 _PARTS: dict[str, Part] = {
     "layernorm": "norms",
     "mla_up_proj": "mla_up",
@@ -386,10 +392,9 @@ def _recompute(row: Mapping[str, Any], model: ModelSettings) -> tuple[Recompute,
         kept = r"save_qkv_proj|all but qkv"
         if re.search(kept, text):
             outputs = "output proj" in text
-            parts = frozenset({"norms", "rotated", "activations"})
-            return Recompute("none", None, parts), True, _repeated(model, outputs)
+            return Recompute("none", None, _POINTWISE), True, _repeated(model, outputs)
     if "(op)" in text:  # every second product of a layer, and all that is pointwise
-        return Recompute("none", None, frozenset({"norms", "rotated", "activations"})), False, 0.5
+        return Recompute("none", None, _POINTWISE), False, 0.5
     parts = frozenset(part for word, part in _PARTS.items() if re.search(rf"\b{word}\b", text))
     core = text == "selective" or "core_attn" in text
     return Recompute("none", None, parts), core, 0.0

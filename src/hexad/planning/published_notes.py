@@ -30,6 +30,7 @@ class Notes:
         tensor_overlap: whether tensor-parallel collectives run beside products; None where not stated.
         deterministic: kernels whose results do not depend on their order.
         first_layers, last_layers: of the first and of the last pipeline stage; None where not stated.
+        shorter_ends: the first and the last pipeline stage have a layer less than the others.
         one_by_one: experts are computed one after the other, not in one grouped product.
         gathered: tokens reach experts by an all-gather, not by an all-to-all.
         eight_attention: attention computes in 8 bits.
@@ -53,6 +54,7 @@ class Notes:
     deterministic: bool = False
     first_layers: int | None = None
     last_layers: int | None = None
+    shorter_ends: bool = False
     one_by_one: bool = False
     gathered: bool = False
     deferred_embedding: bool = False
@@ -84,6 +86,7 @@ class Notes:
             deterministic="deterministic" in text.replace("nondeterministic", ""),
             first_layers=_count(text, r"first pipeline num layers (\d+)"),
             last_layers=_count(text, r"last pipeline num layers (\d+)"),
+            shorter_ends="first and last stage hold one layer fewer" in text,
             one_by_one="experts one by one" in text,
             gathered="dispatcher allgather" in text,
             eight_attention=bool(re.search(r"fp8_attention=(1|true)", text)),

@@ -12,6 +12,7 @@ from rich.console import Console
 from hexad.config import HexadError
 
 from .options import json_option, print_json, split_settings
+from .plan_validate import validate
 
 if TYPE_CHECKING:
     from hexad.planning.plan import Plan
@@ -92,6 +93,9 @@ def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: 
         console.print(plan_text(result))
     if options["output"] is not None:
         _write(options["output"], result.run_yaml((candidates or result.layouts)[0]))
+
+
+plan.add_command(validate)
 
 
 def planned_by(settings: tuple[str, ...], options: dict[str, Any], top: int) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
 from hexad.config.model import DispatcherName, MoeSettings
@@ -183,11 +183,14 @@ class StackSpec:
         """Stack and adapters."""
         return self.matrix, *self.adapters
 
-    def operations(self, rows: int, outputs: int, inputs: int, experts: int) -> Operations:
-        """Products of ``rows`` rows of so many experts, with features on a rank."""
-        forward: list[Operation] = [Product("F", rows, outputs, inputs, groups=experts)]
-        backward: list[Operation] = [Product("B", rows, inputs, outputs, groups=experts)]
-        backward += [] if self.matrix.frozen else [Product("W", outputs, inputs, rows, groups=experts)]
+    def operations(
+        self, rows: int, outputs: int, inputs: int, experts: int, eight: bool = False
+    ) -> Operations:
+        """Products of ``rows`` rows of so many experts, with features on a rank; ``eight``: in 8 bits."""
+        product = partial(Product, groups=experts, eight=eight)
+        forward: list[Operation] = [product("F", rows, outputs, inputs)]
+        backward: list[Operation] = [product("B", rows, inputs, outputs)]
+        backward += [] if self.matrix.frozen else [product("W", outputs, inputs, rows)]
         for m, n in ((self.rank, inputs), (outputs, self.rank)) if self.rank else ():
             forward.append(Product("F", rows, m, n, groups=experts))
             backward += [
@@ -334,9 +337,9 @@ class ExpertsSpec(BranchSpec):
         before = self._routed_operations(run, reached).then(send)
         # Products leave out what is empty in buffers of a static size.
         filled = min(rows, self.tokens(run) * self.settings.top_k * run.expert_tensor)
-        before = before.then(first.operations(filled, outputs, hidden, experts))
+        before = before.then(first.operations(filled, outputs, hidden, experts, run.fp8_experts))
         before = before.then(Operations([activated], gradient))
-        after = second.operations(filled, hidden, inner, experts)
+        after = second.operations(filled, hidden, inner, experts, run.fp8_experts)
         after = Operations(after.forward + back.forward, back.backward + after.backward)
         ends = len(after.forward)
         if "moe_act" in recomputed and second.trained:

@@ -428,6 +428,8 @@ class Execution:
         routed: rows that a rank sends to experts of other ranks, and receives from these; None: those of an
             even load.
         imposed: experts are imposed on tokens, so that their capacity does not matter.
+        fp8_experts: products of experts are computed in 8 bits, too; Hexad computes them in the model's
+            format.
     """
 
     sequences: int
@@ -456,6 +458,7 @@ class Execution:
     keys: tuple[int, int] | None = None
     routed: tuple[int, int] | None = None
     imposed: bool = False
+    fp8_experts: bool = False
 
     @property
     def tokens(self) -> int:

@@ -31,9 +31,26 @@ class Implementation(Settings):
     """Times as many kernels."""
     calls: PositiveFloat = 4.0
     """Operator calls of the host for each kernel."""
-    scores: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Bytes moved in the forward pass, besides by products, for each attention score, of all pairs; twice as
-    many in the backward pass. 0 where attention is fused: scores are never in memory."""
+    graphs: bool = False
+    """Kernels are started by CUDA graphs: the host does not slow a step down."""
+    quantise: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Part of the time that separate kernels take to convert operands to 8 bits: others convert what they
+    compute at once."""
+    eight_experts: bool = False
+    """In 8 bits grouped products of experts are computed, too."""
+    collective_calls: PositiveFloat = 1.0
+    """Times as much of the host's time as Hexad takes for a collective."""
+    message_us: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Microseconds at sender and receiver of a message of the pipeline, besides its transfer: the host waits
+    for the device before it goes on."""
+    scattered: bool = False
+    """Where tensor ranks hold the same activations, each sends a part of a pipeline's message to the next
+    stage, where the parts are gathered (Megatron-LM's scatter-gather)."""
+    unfused: bool = False
+    """Attention scores are in memory, of all pairs; a row's note may say otherwise."""
+    scores: PositiveFloat = 11.0
+    """Bytes moved in the forward pass, besides by products, for each attention score of unfused attention;
+    twice as many in the backward pass."""
     aside: bool = True
     """Weight gradients are set aside, to be computed beside a later collective."""
     tensor: Hidden = "overlapped"
@@ -53,10 +70,25 @@ class Implementation(Settings):
     """Gathers of weights: after the update (ZeRO 1 and 2), or ahead of each layer (ZeRO 3)."""
     messages: Hidden = "overlapped"
     """Messages of the pipeline; exposed ones take time at sender and receiver."""
-    logits: Literal["sliced", "whole"] = "sliced"
-    """The head's logits exist in slices, or all at once, then also in float32."""
     update: PositiveFloat = 28.0
     """Bytes moved for each parameter that a rank updates."""
+    parameter: Literal[2, 4] = 2
+    """Bytes of a parameter that a rank holds."""
+    gradient: Literal[2, 4] = 4
+    """Bytes of an element of the gradient buffers."""
+    state: PositiveFloat = 12.0
+    """Bytes of a parameter's optimizer state: master value, two moments, what the update needs besides."""
+    logits: PositiveFloat = 6.0
+    """Bytes of an element of the logits while the loss is computed, in all formats and copies."""
+    fused_logits: PositiveFloat = 4.0
+    """The same where cross entropy is fused."""
+    reports: Literal["allocated", "reserved", "device"] = "allocated"
+    """What its published memory is: the allocator's peak of tensors, or of blocks, or what the device's
+    tools show."""
+    dropout: bool = False
+    """Models without gated layers are trained with dropout, of the stream and of scores."""
+    transformer_engine: bool = False
+    """Layers are those of Transformer Engine, with a workspace of its own."""
     step_us: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Microseconds of every step besides."""
 

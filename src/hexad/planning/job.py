@@ -39,7 +39,9 @@ class Job:
         update: bytes moved for each parameter that a rank updates.
         offload: the optimizer's state is in the host's memory.
         attention_again: attention's forward kernel is repeated in the backward pass.
+        repeated: part of the forward pass's products that the backward pass repeats, besides ``recompute``.
         eight: the format of products in 8 bits (or fewer).
+        eight_attention: fused attention computes in 8 bits, too.
     """
 
     model: ModelInventory
@@ -55,7 +57,9 @@ class Job:
     update: float = 28.0
     offload: bool = False
     attention_again: bool = False
+    repeated: float = 0.0
     eight: Format = "fp8"
+    eight_attention: bool = False
 
     @classmethod
     def of(cls, resolved: Resolved) -> Job:

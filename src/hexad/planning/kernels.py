@@ -108,8 +108,16 @@ class Kernels:
         busy = (busy**_ADDING + adding**_ADDING) ** (1 / _ADDING)
         seconds = constants.start_us * 1e-6 + busy
         if quantise:
-            seconds += constants.quantise_us * 1e-6 + constants.quantise_bytes * m * k / bandwidth
+            seconds += self._quantising(m, k, constants)
         return self._step(max(seconds, operations / self._peak(dtype)))
+
+    def quantising(self, m: int, k: int, dtype: Format) -> float:
+        """Seconds of the kernels that convert a product's left operand [m, k] from bf16 to ``dtype``."""
+        return self._step(self._quantising(m, k, self._product_constants(dtype)))
+
+    def _quantising(self, m: int, k: int, constants: ProductConstants) -> float:
+        bandwidth = constants.bandwidth * self.hardware.memory_gb_per_s * 1e9
+        return constants.quantise_us * 1e-6 + constants.quantise_bytes * m * k / bandwidth
 
     def _tiled(self, shape: _Shape, constants: ProductConstants, bandwidth: float) -> float:
         """Seconds of the tiles, with the size of tiles and the split of k that take the least."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hexad.config import HexadError
 from hexad.config.model import LoraSettings, MlaSettings, ModelSettings, MoeSettings
 from hexad.model.configuration import complete_model
+from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute_inventory import Part, Recompute
+from hexad.model.recompute_inventory import Part, Parts, Recompute
 from hexad.parallel.inventory import Execution
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
@@ -27,6 +27,8 @@ from hexad.topology.layout import Layout
 from .implementation import Implementation, implementation
 from .job import Job, stages_of
 from .links import Cluster
+from .published_notes import Notes
+from .published_times import Unstated, step_seconds
 
 
 class Uncovered(HexadError):
@@ -44,6 +46,10 @@ class Published:
         seconds: of a step; None if not measured.
         memory: peak bytes of a rank; None if not measured.
         out_of_memory: it did not fit.
+        notes: what the row says besides.
+        gigabytes: of memory that a GPU is sold with; None where not stated.
+        last_rank: ``memory`` is that of the last pipeline rank, else of the fullest.
+        unmeasured: why there is no time; None where there is one.
     """
 
     name: str
@@ -54,26 +60,59 @@ class Published:
     seconds: float | None
     memory: float | None
     out_of_memory: bool
+    notes: Notes
+    gigabytes: int | None
+    last_rank: bool
+    unmeasured: str | None
+
+    @property
+    def balanced(self) -> bool:
+        """Whether routing is forced to be even, as in benchmarks of speed."""
+        return "functional tests" not in self.source
+
+    @property
+    def gated(self) -> bool:
+        """Whether feed-forward layers have a gate."""
+        return family(self.job.model.settings.family).gated
+
+    @property
+    def dropout(self) -> bool:
+        """Whether the residual stream has dropout."""
+        stated = self.notes.dropout
+        return self.system.dropout and not self.gated if stated is None else stated > 0
+
+    @property
+    def attention_dropout(self) -> bool:
+        """Whether attention scores have dropout."""
+        stated = self.notes.attention_dropout
+        return self.system.dropout and not self.gated if stated is None else stated > 0
 
 
+_GPT_VOCABULARY = 51200
+"""GPT-2's, padded: of rows that leave the vocabulary out."""
+_VOCABULARY = 128
+"""Rows of the vocabulary on a rank are padded to a multiple of this, as Megatron-LM does."""
 _SYSTEMS = (
     (r"vtrain", "vtrain"),
     (r"korthikanti|sc21|zero bubble", "megatron-2022"),
     (r"bloom|megatron-deepspeed", "megatron-deepspeed"),
+    (r"simumax|functional tests", "megatron-lm"),
     (r"torchtitan", "torchtitan"),
     (r"llm-foundry|mosaic", "llm-foundry"),
     (r"nanotron", "nanotron"),
     (r"automodel", "automodel"),
+    (r"maxtext", "maxtext"),
     (r"hexad", "hexad"),
 )
 """Patterns of sources and the implementation that they measured; of others ``megatron-core``."""
 
 
-def system_of(source: str) -> str:
-    """The name of the implementation that a source measured."""
-    for pattern, name in _SYSTEMS:
-        if re.search(pattern, source.lower()):
-            return name
+def system_of(row: Mapping[str, Any]) -> str:
+    """The name of the implementation that a row measured, by its source, or by its note."""
+    for text in (str(row.get("source", "")), str(row.get("note", ""))):
+        for pattern, name in _SYSTEMS:
+            if re.search(pattern, text.lower()):
+                return name
     return "megatron-core"
 
 
@@ -93,17 +132,18 @@ def published(row: Mapping[str, Any]) -> Published:
 
 def _published(row: Mapping[str, Any]) -> Published:
     shape, measured = row.get("model") or {}, row.get("measured") or {}
-    system = implementation(row.get("system") or system_of(str(row.get("source", ""))))
+    notes = Notes.of(row)
+    system = _configured(implementation(row.get("system") or system_of(row)), notes)
     model, sequence = _model(shape, row), _number(shape, "seq", "model.seq")
     layout, microbatches = _layout(row), _microbatches(row)
-    run = _execution(row, layout, sequence, system)
-    inventory = ModelInventory(model, run.sequence, layout.tensor)
+    run = replace(_execution(row, layout, sequence, system), compiled=notes.compiled is not False)
+    inventory = ModelInventory(model, run.sequence, layout.tensor, _VOCABULARY)
     _check_divisible(model, layout)
     schedule_name, virtual = _schedule(row, layout)
     stages = layout.pipeline * stages_per_rank(schedule_name, virtual)
-    layers = partition("even", model.layers, stages, LayerCosts(0.0, (1.0,) * model.layers, 0.0))
+    layers = _stage_layers(model, stages, notes)
     schedule = build_schedule(schedule_name, layout.pipeline, microbatches, virtual)
-    recompute, again = _recompute(row, model)
+    recompute, again, repeated = _recompute(row, model)
     zero, replicas = _sharding(row, layout)
     job = Job(
         inventory,
@@ -117,24 +157,71 @@ def _published(row: Mapping[str, Any]) -> Published:
         bucket=system.bucket_mb * 2**20,
         update=system.update,
         attention_again=again,
+        repeated=repeated,
         eight=_eight(row),
+        eight_attention=notes.eight_attention,
     )
+    try:
+        seconds, unmeasured = step_seconds(row, job), None
+    except Unstated as reason:
+        seconds, unmeasured = None, str(reason)
     return Published(
         name=str(row.get("id")),
         source=str(row.get("source")),
         job=job,
         cluster=_cluster(row),
         system=system,
-        seconds=_seconds(measured, job, layout),
+        seconds=seconds,
         memory=_memory(measured),
         out_of_memory=bool(measured.get("oom")),
+        notes=notes,
+        gigabytes=_gigabytes(row),
+        last_rank=measured.get("memory_rank") == "last",
+        unmeasured=unmeasured,
     )
 
 
-def _number(tree: Mapping[str, Any], key: str, name: str | None = None) -> int:
-    value = tree.get(key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 1:
+def _configured(system: Implementation, notes: Notes) -> Implementation:
+    """A training system as a row configures it."""
+    update: dict[str, Any] = {}
+    if notes.graphs:
+        update["graphs"] = True
+    if notes.local_layers:
+        update |= {"unfused": True, "transformer_engine": False}
+    if notes.attention != "auto":
+        update["unfused"] = notes.attention == "unfused"
+    if notes.tensor_overlap is not None:
+        update["tensor"] = "overlapped" if notes.tensor_overlap else "exposed"
+    return system.model_copy(update=update)
+
+
+def _stage_layers(model: ModelSettings, stages: int, notes: Notes) -> tuple[range, ...]:
+    """The layers of every pipeline stage: as many each as possible, unless the row says those of the ends."""
+    first, last = notes.first_layers, notes.last_layers
+    if stages > 2 and (notes.shorter_ends or stages == model.layers + 2):
+        first = last = max(0, (model.layers + 2) // stages - 1)
+    if stages < 2 or (first is None and last is None):
+        return partition("even", model.layers, stages, LayerCosts(0.0, (1.0,) * model.layers, 0.0))
+    begin, end = first or 0, model.layers - (last or 0)
+    inner = stages - (first is not None) - (last is not None)
+    if inner < 1 or end - begin < inner:
+        raise Uncovered("layers of the first and last stage leave none for the others")
+    middle = partition("even", end - begin, inner, LayerCosts(0.0, (1.0,) * (end - begin), 0.0))
+    ranges = [range(begin + part.start, begin + part.stop) for part in middle]
+    ends = (
+        ([range(begin)] if first is not None else []),
+        ([range(end, model.layers)] if last is not None else []),
+    )
+    return (*ends[0], *ranges, *ends[1])
+
+
+def _number(tree: Mapping[str, Any], key: str, name: str | None = None, default: int | None = None) -> int:
+    """A positive whole number; None and 0 count as not stated."""
+    value = tree.get(key) or default
+    if value is None:
         raise Uncovered(f"{name or key} is not stated")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+        raise Uncovered(f"{name or key}: found {value!r:.40}, expected a positive whole number")
     return int(value)
 
 
@@ -149,47 +236,53 @@ def _model(shape: Mapping[str, Any], row: Mapping[str, Any]) -> ModelSettings:
     settings: dict[str, Any] = {
         **sizes,
         "family": "llama" if gated else "gpt2",
-        "kv_heads": int(shape.get("kv_heads") or sizes["heads"]),
+        "kv_heads": _number(shape, "kv_heads", "model.kv_heads", sizes["heads"]),
         "ffn_hidden": _number(shape, "ffn", "model.ffn"),
-        "vocab": int(shape.get("vocab") or 51200),
+        "vocab": _number(shape, "vocab", "model.vocab", _GPT_VOCABULARY),
         "tied_embeddings": bool(shape.get("tied")),
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": bias,
     }
     if shape.get("head_dim") or sizes["hidden"] % sizes["heads"]:
-        settings["head_dim"] = int(shape.get("head_dim") or round(sizes["hidden"] / sizes["heads"]))
+        width = round(sizes["hidden"] / sizes["heads"])
+        settings["head_dim"] = _number(shape, "head_dim", "model.head_dim", width)
     if "lora" in str(row.get("task", "")).lower():
         settings["lora"] = LoraSettings(rank=16)
-    model = complete_model(ModelSettings(**settings), int(shape.get("seq") or 1))
+    model = complete_model(ModelSettings(**settings), _number(shape, "seq", "model.seq"))
     update: dict[str, Any] = {}
     if isinstance(shape.get("sliding_window"), int):
         update["sliding_window"] = shape["sliding_window"]
     if shape.get("mtp"):
         # Each step of multi-token prediction has a layer of its own; its product with the output matrix is
         # not counted.
-        update["layers"] = model.layers + int(shape["mtp"])
+        update["layers"] = model.layers + _number(shape, "mtp", "model.mtp")
     if moe:
         update["moe"] = _experts(shape, moe)
     if mla:
         widths = {"kv_rank": "kv_lora", "nope_dim": "qk_nope", "rope_dim": "qk_rope", "value_dim": "v"}
-        ranks = {ours: int(mla[theirs]) for ours, theirs in widths.items()}
-        update["mla"] = MlaSettings(q_rank=mla.get("q_lora") or None, **ranks)
+        ranks = {ours: _number(mla, theirs, f"model.mla.{theirs}") for ours, theirs in widths.items()}
+        queries = _number(mla, "q_lora", "model.mla.q_lora") if mla.get("q_lora") else None
+        update["mla"] = MlaSettings(q_rank=queries, **ranks)
     return model.model_copy(update=update)
 
 
 def _experts(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> MoeSettings:
-    width = int(moe.get("moe_ffn") or shape["ffn"])
-    shared = int(moe.get("shared") or 0)
+    def number(key: str, default: int | None = None) -> int:
+        return _number(moe, key, f"model.moe.{key}", default)
+
+    width = number("moe_ffn", _number(shape, "ffn", "model.ffn"))
+    shared = number("shared") if moe.get("shared") else 0
     if moe.get("shared_ffn"):
-        shared = max(1, round(int(moe["shared_ffn"]) / width))
+        shared = max(1, round(number("shared_ffn") / width))
+    first = moe.get("first_dense") or shape.get("first_dense")
     return MoeSettings(
-        experts=int(moe["experts"]),
-        top_k=int(moe["topk"]),
+        experts=number("experts"),
+        top_k=number("topk"),
         ffn_hidden=width,
         shared_experts=shared,
-        every=int(moe.get("every") or 1),
-        first_dense=int(moe.get("first_dense") or shape.get("first_dense") or 0),
+        every=number("every", 1),
+        first_dense=number("first_dense", first) if first else 0,
         forced=True,
         allowance=1.0,
         dispatcher="alltoall",
@@ -197,20 +290,21 @@ def _experts(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> MoeSettings:
 
 
 def _layout(row: Mapping[str, Any]) -> Layout:
-    tensor, context, pipeline, expert = (int(row.get(name) or 1) for name in ("tp", "cp", "pp", "ep"))
+    tensor, context, pipeline, expert = (_number(row, name, default=1) for name in ("tp", "cp", "pp", "ep"))
     return Layout(
         world=_number(row, "n_gpus"),
         tensor=tensor,
         context=context,
         pipeline=pipeline,
         expert=expert,
-        expert_tensor=int(row.get("etp") or 1) if expert > 1 else 1,
+        # As in Megatron-LM, experts are divided as the other weights are unless it is stated.
+        expert_tensor=_number(row, "etp", default=tensor) if expert > 1 else 1,
     )
 
 
 def _microbatches(row: Mapping[str, Any]) -> int:
     if row.get("n_microbatches"):
-        return int(row["n_microbatches"])
+        return _number(row, "n_microbatches")
     layout = _layout(row)
     whole, micro = _number(row, "global_batch"), _number(row, "micro_batch")
     return max(1, round(whole / (micro * int(layout.data))))
@@ -229,6 +323,7 @@ def _execution(row: Mapping[str, Any], layout: Layout, sequence: int, system: Im
         reduced=system.reduced,
         fp8=narrow,
         fp8_weight_gradients=narrow,
+        fp8_experts=narrow and system.eight_experts,
         cpu=False,
         compiled=True,
         context=layout.context,
@@ -241,7 +336,9 @@ def _execution(row: Mapping[str, Any], layout: Layout, sequence: int, system: Im
 
 def _eight(row: Mapping[str, Any]) -> Format:
     precision = str(row.get("precision") or "").lower()
-    return "nvfp4" if "nvfp4" in precision else "fp8"
+    if "nvfp4" in precision:
+        return "nvfp4"
+    return "fp8_block" if re.search(r"row|block", precision) else "fp8"
 
 
 def _check_divisible(model: ModelSettings, layout: Layout) -> None:
@@ -262,7 +359,7 @@ _SCHEDULES = (
 
 def _schedule(row: Mapping[str, Any], layout: Layout) -> tuple[str, int]:
     """Name and stages per rank of the pipeline's schedule."""
-    name, virtual = str(row.get("schedule") or "").lower(), int(row.get("vp") or 1)
+    name, virtual = str(row.get("schedule") or "").lower(), _number(row, "vp", default=1)
     if layout.pipeline == 1:
         return "1f1b", 1
     for pattern, ours in _SCHEDULES:
@@ -273,6 +370,8 @@ def _schedule(row: Mapping[str, Any], layout: Layout) -> tuple[str, int]:
     return "1f1b", 1
 
 
+_POINTWISE: Parts = frozenset({"norms", "rotated", "activations"})
+"""What costs no product."""
 _PARTS: dict[str, Part] = {
     "layernorm": "norms",
     "mla_up_proj": "mla_up",
@@ -281,17 +380,34 @@ _PARTS: dict[str, Part] = {
 }
 
 
-def _recompute(row: Mapping[str, Any], model: ModelSettings) -> tuple[Recompute, bool]:
-    """What is recomputed, and whether attention's core is."""
+def _recompute(row: Mapping[str, Any], model: ModelSettings) -> tuple[Recompute, bool, float]:
+    """What is recomputed, whether attention's core is, and the part of the products that is repeated."""
     text = str(row.get("recompute") or "none").lower()
     if text.startswith(("none", "see perf_recipes")):
-        return Recompute(), False
+        return Recompute(), False, 0.0
     if text.startswith("full"):
         some = re.search(r"(\d+) of (\d+) layers", text)
-        return Recompute("full", int(some[1]) if some else None), False
+        return Recompute("full", int(some[1]) if some else None), False, 0.0
+    if "qkv" in text:  # MaxText's policies keep projections
+        kept = r"save_qkv_proj|all but qkv"
+        if re.search(kept, text):
+            outputs = "output proj" in text
+            return Recompute("none", None, _POINTWISE), True, _repeated(model, outputs)
+    if "(op)" in text:  # every second product of a layer, and all that is pointwise
+        return Recompute("none", None, _POINTWISE), False, 0.5
     parts = frozenset(part for word, part in _PARTS.items() if re.search(rf"\b{word}\b", text))
-    core = text == "selective" or "core_attn" in text or "save_qkv_proj" in text or "all but" in text
-    return Recompute("none", None, parts), core
+    core = text == "selective" or "core_attn" in text
+    return Recompute("none", None, parts), core, 0.0
+
+
+def _repeated(model: ModelSettings, outputs: bool) -> float:
+    """Part of a dense layer's products that is repeated where the results of the projections before attention
+    are kept, with ``outputs`` also of the one after it; results of the last product are not needed."""
+    queries, keys = (int(count) * int(model.head_dim) for count in (model.heads, model.kv_heads))
+    gates = 2 if family(model.family).gated else 1
+    ffn = int(model.ffn_hidden)
+    again = gates * ffn + (0 if outputs else queries)
+    return again / ((gates + 1) * ffn + 2 * queries + 2 * keys)
 
 
 def _sharding(row: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
@@ -318,16 +434,13 @@ def _cluster(row: Mapping[str, Any]) -> Cluster:
     return Cluster(load_hardware(name), _number(row, "n_gpus"), network)
 
 
-def _seconds(measured: Mapping[str, Any], job: Job, layout: Layout) -> float | None:
-    if measured.get("step_time_s"):
-        return float(measured["step_time_s"])
-    rate = measured.get("tokens_per_s_per_gpu")
-    if rate and isfinite(rate):
-        return job.tokens / layout.world / float(rate)
-    return None
-
-
 def _memory(measured: Mapping[str, Any]) -> float | None:
     if measured.get("peak_mem_gib"):
         return float(measured["peak_mem_gib"]) * 2**30
     return float(measured["peak_mem_gb"]) * 1e9 if measured.get("peak_mem_gb") else None
+
+
+def _gigabytes(row: Mapping[str, Any]) -> int | None:
+    """Memory of a GPU as its name states it."""
+    found = re.search(r"(\d+)\s*GB\b", str(row.get("gpu")))
+    return int(found[1]) if found else None

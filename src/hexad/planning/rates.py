@@ -34,15 +34,16 @@ class RankRates:
         taken = constants.overlap.multiprocessors / cluster.hardware.multiprocessors
         self.taken = min(0.5, taken)
         host = constants.host
-        self.operator_seconds = host.operator_us * 1e-6 * implementation.calls * implementation.kernels
-        self.collective_seconds = host.collective_us * 1e-6
+        started = 0.0 if implementation.graphs else 1e-6
+        self.operator_seconds = host.operator_us * started * implementation.calls * implementation.kernels
+        self.collective_seconds = host.collective_us * started * implementation.collective_calls
         self.aside, self.beside = implementation.aside, implementation.tensor == "overlapped"
         self._products: dict[Product, float] = {}
         self._collectives: dict[tuple[str, str, int], tuple[float, str]] = {}
 
     def product(self, product: Product) -> float:
         """Seconds of matrix products; a weight gradient is added to its sum."""
-        plain = product._replace(again=False, aside=False)
+        plain = product._replace(aside=False)
         seconds = self._products.get(plain)
         if seconds is None:
             seconds = self._products[plain] = self._product(plain)
@@ -51,16 +52,23 @@ class RankRates:
     def _product(self, product: Product) -> float:
         run, weights = self.job.run, product.action == "W"
         result = 2.0 * run.gradient if weights else float(run.byte)
+        format_ = self._format(product)
         seconds = self.kernels.product(
             product.m,
             product.n,
             product.k,
-            self._format(product),
+            format_,
             groups=product.groups,
             divided="k" if weights else "m",
             result_bytes=result,
         )
-        return seconds * product.times * self.implementation.products
+        if format_ == self.job.eight and not weights:
+            # A weight's gradient is computed from operands that were converted for the other two products.
+            converting = self.kernels.quantising(product.m, product.k, format_)
+            seconds += self.implementation.quantise * converting / self.implementation.products
+        # Those of a layer's input gradient are as large as those of its forward pass.
+        repeated = 1 + self.job.repeated if product.action == "B" and not product.again else 1.0
+        return seconds * product.times * repeated * self.implementation.products
 
     def _format(self, product: Product) -> Format:
         run = self.job.run
@@ -78,8 +86,10 @@ class RankRates:
         heads = sum(product.flops for product in products) / length**2
         heads /= (width + value) if forward else (3 * width + 2 * value)
         format_: Format = "bf16" if run.byte == 2 else "fp32" if run.byte == 4 else "fp64"
-        if self.implementation.scores:
+        if self.implementation.unfused:
             return self._unfused(forward, heads, length, width, value, format_)
+        if self.job.eight_attention:
+            format_ = "fp8"
         seconds = self.kernels.attention(
             "forward" if forward else "backward", heads, length, width, format_, value_width=value
         )
@@ -144,12 +154,23 @@ class RankRates:
     def places(self) -> tuple[object, ...]:
         """All that the time of a layer's operations depends on, besides the operations."""
         axes = ("tensor", "ring", "ulysses", "expert")
-        return (self.job.run, self.job.attention_again, *(self.groups.get(axis) for axis in axes))
+        return (
+            self.job.run,
+            self.job.attention_again,
+            self.job.repeated,
+            self.job.eight,
+            self.job.eight_attention,
+            *(self.groups.get(axis) for axis in axes),
+        )
 
     def message(self, nbytes: int) -> float:
         """Seconds of a message to the next pipeline rank."""
-        if self.job.layout.pipeline == 1:
+        layout, run = self.job.layout, self.job.run
+        if layout.pipeline == 1:
             return 0.0
-        ((_, stride),) = self.job.layout.digits("pipeline")
+        ((_, stride),) = layout.digits("pipeline")
         pair = Group.strided(2, stride, self.cluster.domain_size)
+        if self.implementation.scattered and layout.tensor > 1 and not run.sequence:
+            gather = self.cluster.seconds("all_gather", nbytes, self.groups["tensor"])
+            return self.cluster.seconds("send", nbytes / layout.tensor, pair) + gather
         return self.cluster.seconds("send", nbytes, pair)

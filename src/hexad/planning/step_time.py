@@ -157,6 +157,7 @@ class Predictor:
         seconds = {kind: [times.get((stage, kind), absent).seconds for stage in job.stages] for kind in KINDS}
         message = self.rates.message(job.run.stream(job.model.settings.hidden))
         exposed = message if self.system.messages == "exposed" else 0.0
+        exposed += self.system.message_us * 1e-6
         key = (id(job.schedule), message, *(tuple(seconds[kind]) for kind in KINDS))
         if key not in self.timelines:
             nothing = (0.0,) * len(job.stages)

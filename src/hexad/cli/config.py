@@ -176,9 +176,9 @@ def check(
     """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
     and memory."""
     from hexad.planning import resolve
+    from hexad.planning.advice import advice
     from hexad.planning.machine import check_dispatcher, check_machine, check_without_data
     from hexad.planning.memory import per_pipeline_rank
-    from hexad.planning.regrets import regret
     from hexad.show.summary import degrees_text, summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
@@ -209,7 +209,7 @@ def check(
     facts = summary(planned_here, ranks)
     sizes = facts["degrees"]
     tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
-    notes = [str(slow) for slow in [regret(planned_here)] if slow is not None]
+    notes = [str(change) for change in [advice(planned_here)] if change is not None]
     answer(
         as_json,
         {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts, "notes": notes} | tree,

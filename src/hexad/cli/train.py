@@ -94,14 +94,14 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 
 def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
     """Print the summary, each line a comment, then the stages and the resolved configuration."""
+    from hexad.planning.advice import advice
     from hexad.planning.memory import largest, per_pipeline_rank
-    from hexad.planning.regrets import regret
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
     config, layout, plan = resolved.config, resolved.layout, resolved.plan
     per_rank = per_pipeline_rank(resolved)
-    notes = [str(slow) for slow in [regret(resolved)] if slow is not None]
+    notes = [str(change) for change in [advice(resolved)] if change is not None]
     if as_json:
         facts = summary(resolved, per_rank)
         print_json(

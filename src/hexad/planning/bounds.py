@@ -150,7 +150,7 @@ class Kernels:
             state += part * elements * 3 * run.wide / (shards if zero else 1)
             layer += elements / model.layers
         moment = times.moment + layer * (run.gradient * (zero >= 2) + 2 * run.byte * (zero == 3))
-        kept = part * held(choice, microbatches) * times.kept
+        kept = part * in_flight(choice, microbatches) * times.kept
         return state + max(kept + moment, times.loss if choice.pipeline == 1 else 0)
 
     def sent(self, zero: int, layout: Layout, cluster: Cluster) -> Sent:
@@ -166,7 +166,7 @@ class Kernels:
         return gather * slower, reduce * slower
 
 
-def held(choice: Pipeline, microbatches: int) -> float:
+def in_flight(choice: Pipeline, microbatches: int) -> float:
     """Microbatches of all the rank's layers that the first rank holds at the least."""
     pipeline, most = choice.pipeline, float(choice.pipeline)
     if choice.schedule == "zb_h2":

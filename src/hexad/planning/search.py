@@ -3,7 +3,7 @@
 Layouts are expanded in the order of a lower bound on their step time: first what determines a layer's kernels
 (tensor, context and expert degrees, size of microbatches), then the pipeline, then what only concerns memory
 and the data axis. A layout is evaluated exactly, by the plan that training would carry out, unless its bound
-is above what has been found. So nothing better is left out, and most layouts are never looked at.
+is above what has been found. So nothing better is left out, and most layouts are never evaluated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hexad.parallel.pipeline.schedules.published import V_SHAPED
 from hexad.parallel.pipeline.simulate import Costs, Timeline, peak_memory
 from hexad.topology.layout import DEFAULT_ORDER, Layout
 
-from .bounds import Grid, Kernels, Pipeline, Sent, Times, held, idle
+from .bounds import Grid, Kernels, Pipeline, Sent, Times, idle, in_flight
 from .checks import check_config
 from .device_memory import DeviceMemory, device_memory
 from .implementation import Implementation, implementation
@@ -128,8 +128,8 @@ class Search:
 
     def best(self, top: int) -> list[Candidate]:
         """The fastest layouts of different degrees, the best one first: all that take at most 3 % longer, and
-        others that were found on the way."""
-        found: dict[tuple[Any, ...], Candidate] = {}
+        others that were fastest on the way."""
+        fastest: dict[tuple[Any, ...], Candidate] = {}
         numbers = count()
         queue: list[tuple[float, int, Grid, Pipeline | None, bool]] = [
             (self._kernels(grid), next(numbers), grid, None, False) for grid in self._grids()
@@ -137,7 +137,7 @@ class Search:
         heapq.heapify(queue)
         while queue:
             bound, _, grid, pipeline, tight = heapq.heappop(queue)
-            times = sorted(candidate.step.total for candidate in found.values())
+            times = sorted(candidate.step.total for candidate in fastest.values())
             limit = min(times[top - 1] if len(times) >= top else inf, _WITHIN * times[0] if times else inf)
             if bound >= limit:
                 break
@@ -152,14 +152,14 @@ class Search:
                         self.rejected["memory"] += 1
                 continue
             degrees = (grid.tensor, grid.context, grid.method, pipeline.pipeline, *grid[3:5])
-            if degrees in found:
-                limit = min(limit, found[degrees].step.total)
+            if degrees in fastest:
+                limit = min(limit, fastest[degrees].step.total)
             if bound < limit:
                 candidate = self._evaluate(grid, pipeline, limit)
                 if candidate is not None:
-                    found[degrees] = candidate
-        fastest = sorted(found.values(), key=lambda candidate: candidate.step.total)[:top]
-        return sorted(map(self._complete, fastest), key=lambda candidate: candidate.step.total)
+                    fastest[degrees] = candidate
+        listed = sorted(fastest.values(), key=lambda candidate: candidate.step.total)[:top]
+        return sorted(map(self._complete, listed), key=lambda candidate: candidate.step.total)
 
     # What there is to choose from
 
@@ -319,7 +319,7 @@ class Search:
                 if not self.fits(layout, 1, int(kernels.least(times, choice, layout, microbatches))):
                     continue
             else:
-                more = held(choice, microbatches) - min(microbatches, pipeline)
+                more = in_flight(choice, microbatches) - min(microbatches, pipeline)
                 nbytes = fitting[recompute] + more * (layers // pipeline) / layers * times.kept
                 if nbytes == inf or not self.fits(layout, 1, int(_SLACK * nbytes)):
                     continue

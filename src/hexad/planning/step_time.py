@@ -79,9 +79,9 @@ class Predictor:
         key = (block, parts, kind, split, self.rates.places)
         if key not in self.memo:
             operations = block.operations(self.job.run, parts, split)
-            for each in KINDS if split else ("F", "BW"):
-                self.memo[block, parts, each, split, self.rates.places] = layer_time(
-                    operations.of(each), self.rates
+            for action in KINDS if split else ("F", "BW"):
+                self.memo[block, parts, action, split, self.rates.places] = layer_time(
+                    operations.of(action), self.rates
                 )
         return self.memo[key]
 

@@ -31,7 +31,7 @@ _WAITING = 0.15
 
 
 @dataclass(frozen=True)
-class Regret:
+class Advice:
     """A change that makes steps shorter.
 
     Attributes:
@@ -53,7 +53,7 @@ class Regret:
         return f"predicted {before:.2f} s a step on {gpu}s{why}; with {settings} {after:.2f} s, and it fits"
 
 
-def regret(resolved: Resolved) -> Regret | None:
+def advice(resolved: Resolved) -> Advice | None:
     """The change of one setting, or of a schedule with its stages, that saves most of a step; None if none
     saves much, the job is planned for a CPU, has one rank, or a schedule that takes long to simulate.
 
@@ -81,7 +81,7 @@ def regret(resolved: Resolved) -> Regret | None:
                 best = seconds, changes
     if best is None:
         return None
-    return Regret(best[1], (before, best[0]), _waiting(now))
+    return Advice(best[1], (before, best[0]), _waiting(now))
 
 
 def _needed(resolved: Resolved) -> int:

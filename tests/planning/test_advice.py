@@ -1,4 +1,4 @@
-"""Notes of layouts that a user would regret."""
+"""Advice on layouts that take much longer than they need."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import pytest
 
 from hexad import Layout, load_config
 from hexad.planning import Resolved, resolve
+from hexad.planning.advice import advice
 from hexad.planning.job import Job
 from hexad.planning.links import Cluster
-from hexad.planning.regrets import regret
 from hexad.planning.step_time import Predictor
 from hexad.topology.hardware import load_hardware
 
@@ -30,11 +30,11 @@ def _resolved(world: int, device: str = "cuda", **parallel: Any) -> Resolved:
 def test_gathers_in_every_microbatch() -> None:
     """ZeRO 3 with a pipeline over nodes: more is gathered than computed."""
     resolved = _resolved(512, tensor=8, pipeline=8, zero=3)
-    found = regret(resolved)
-    assert found is not None and found.changes == {"parallel.zero": 1}
-    before, after = found.seconds
-    assert before > 2 * after and found.waiting[0] > 0.5 * before
-    assert f"{found.waiting[0]:.2f} s is waiting for data ranks; with parallel.zero=1" in str(found)
+    change = advice(resolved)
+    assert change is not None and change.changes == {"parallel.zero": 1}
+    before, after = change.seconds
+    assert before > 2 * after and change.waiting[0] > 0.5 * before
+    assert f"{change.waiting[0]:.2f} s is waiting for data ranks; with parallel.zero=1" in str(change)
     # The figures are the planner's.
     cluster = Cluster(load_hardware("h100"), 512)
     assert before == Predictor(Job.of(resolved), cluster).step.total
@@ -50,8 +50,8 @@ def test_gathers_in_every_microbatch() -> None:
     ],
 )
 def test_what_to_change(world: int, parallel: dict[str, Any], key: str) -> None:
-    found = regret(_resolved(world, **parallel))
-    assert found is not None and key in found.changes
+    change = advice(_resolved(world, **parallel))
+    assert change is not None and key in change.changes
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_what_to_change(world: int, parallel: dict[str, Any], key: str) -> None:
     ],
 )
 def test_good_layouts_have_none(world: int, parallel: dict[str, Any]) -> None:
-    assert regret(_resolved(world, **parallel)) is None
+    assert advice(_resolved(world, **parallel)) is None
 
 
 def test_a_cpu_has_none() -> None:
-    assert regret(_resolved(512, "cpu", tensor=8, pipeline=8, zero=3)) is None
+    assert advice(_resolved(512, "cpu", tensor=8, pipeline=8, zero=3)) is None

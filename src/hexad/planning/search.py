@@ -27,7 +27,7 @@ from hexad.parallel.pipeline.simulate import Costs, Timeline, peak_memory
 from hexad.topology.layout import DEFAULT_ORDER, Layout
 
 from .checks import check_config
-from .device_memory import DeviceMemory, device_memory
+from .device_memory import DeviceMemory, device_memory, least_device_memory
 from .implementation import Implementation, implementation
 from .job import Job, stages_of
 from .links import Cluster
@@ -319,12 +319,12 @@ class Search:
         bounds: dict[str, float] = {}
         for recompute, times in kernels.times.items():
             if fitting is None:
-                if not self.fits(layout, 1, int(kernels.least(times, choice, layout, microbatches))):
+                if not self.may_fit(layout, int(kernels.least(times, choice, layout, microbatches))):
                     continue
             else:
                 more = _held(choice, microbatches) - min(microbatches, pipeline)
                 nbytes = fitting[recompute] + more * (layers // pipeline) / layers * times.kept
-                if nbytes == inf or not self.fits(layout, 1, int(_SLACK * nbytes)):
+                if nbytes == inf or not self.may_fit(layout, int(_SLACK * nbytes)):
                     continue
             seconds = times.seconds(choice, sent)
             per_rank = sum(seconds) / pipeline
@@ -367,7 +367,7 @@ class Search:
                     variant = self._variant(resolved, Sharding(1, DEFAULT_ORDER, recompute))
                     if variant is not None:
                         needed[recompute] = predict(variant, 0, parts=parts).total
-                        if self.fits(variant.layout, 1, int(needed[recompute])):
+                        if self.fits(variant, int(needed[recompute])):
                             later = self._recomputes()
                             more = later[later.index(recompute) + 1 :]
                             needed |= dict.fromkeys(more, 0.0)
@@ -513,11 +513,15 @@ class Search:
         return Resolved(config, layout, resolved.plan)
 
     def _device(self, resolved: Resolved, plan: MemoryPlan) -> DeviceMemory:
-        return device_memory(plan.total, resolved.layout, resolved.config.parallel.replicas)
+        return device_memory(plan.total, resolved)
 
-    def fits(self, layout: Layout, replicas: int, nbytes: int) -> bool:
+    def may_fit(self, layout: Layout, nbytes: int) -> bool:
+        """Whether tensors of so many bytes may fit, with what a GPU holds besides at the least."""
+        return least_device_memory(nbytes, layout).total <= self.capacity
+
+    def fits(self, resolved: Resolved, nbytes: int) -> bool:
         """Whether tensors of so many bytes fit, with what a GPU holds besides."""
-        return device_memory(nbytes, layout, replicas).total <= self.capacity
+        return device_memory(nbytes, resolved).total <= self.capacity
 
 
 Sent = tuple[float, float]
@@ -663,7 +667,7 @@ class _Memory:
                 state += elements * run.gradient / (shards if zero >= 2 else 1)
                 state += elements * 3 * run.wide / shards
         needed = int(state + self._in_flight * self._kept[recompute])
-        return self._search.fits(variant.layout, changed.replicas, needed)
+        return self._search.fits(variant, needed)
 
     def plan(self, variant: Resolved) -> MemoryPlan | None:
         """The plan of the rank that needs the most, if it fits."""
@@ -674,9 +678,9 @@ class _Memory:
             self._plans[key] = None
             self._search.evaluated += 1
             first = predict(variant, 0, parts=self._first)
-            if fits(variant.layout, settings.replicas, first.total):
+            if fits(variant, first.total):
                 plan = largest(per_pipeline_rank(variant))
-                fitting = fits(variant.layout, settings.replicas, plan.total)
+                fitting = fits(variant, plan.total)
                 self._plans[key] = plan if fitting else None
         return self._plans[key]
 

@@ -41,8 +41,7 @@ def test_counted_beside_predicted(path: str) -> None:
     assert total["difference_percent"] == pytest.approx(100 * (total["predicted_bytes"] / total["bytes"] - 1))
     assert document["coordinates"]["pipeline"] == document["coordinates"]["tensor"] == 1
     assert document["sent"]["tensor"]["bytes"] > 0 == document["sent"]["data"]["bytes"]
-    for axis in document["sent"].values():
-        assert axis["predicted_bytes"] == axis["bytes"]
+    assert all(sent["predicted_bytes"] == sent["bytes"] for sent in document["sent"].values())
     assert document["seconds"] > 0 and document["resident_bytes"] > 2**26
 
 

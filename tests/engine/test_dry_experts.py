@@ -78,7 +78,7 @@ CASES: dict[str, Case] = {
     "twice an even load": _case(4, {"expert": 4}, moe={"allowance": 2.0}),
     "slots that do not divide": _case(8, {"expert": 8}, moe={**_MANY, "top_k": 3, "allowance": 1.37}),
 }
-QUICK = ("shared, selective", "zb_v", "expert_tensor, all_gather", "latent attention", "adapters")
+QUICK = ("zb_v", "expert_tensor, all_gather", "latent attention", "adapters")
 
 
 @pytest.mark.parametrize(

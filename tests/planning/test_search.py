@@ -76,7 +76,7 @@ def _seconds(
     except ConfigError:
         return None
     total = largest(per_pipeline_rank(resolved)).total
-    if device_memory(total, resolved.layout, 1).total > room:
+    if device_memory(total, resolved).total > room:
         return None
     return Predictor(Job.of(resolved), Cluster(load_hardware("h100"), world)).step.total
 

@@ -1,5 +1,6 @@
 """``hexad show memory``: the plan of a run, as a table, as JSON and as a picture."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hexad.planning.memory import MemoryPlan
 from hexad.show.memory import MOST_BARS, memory_figure
 from hexad.topology.devices import named_gpus, published_peaks
 
+from ..training.command import call
 from .common import document_of, error_of, labels_of, text_of
 
 YAML = """
@@ -73,6 +75,26 @@ def test_whether_it_fits_is_said_everywhere(path: str, tmp_path: Path) -> None:
     assert "fits: no, " in text_of("memory", path, "--device", "100KB")
     labels = labels_of("memory", path, "--device", "a100-40gb", file=tmp_path / "memory.svg")
     assert "a100-40gb: 39.30 GiB" in labels and any("fits: yes" in label for label in labels)
+
+
+def test_three_figures_are_reported(path: str) -> None:
+    """Tensors; with what the allocator keeps; with CUDA and NCCL besides: what fits is the last."""
+    document = document_of("memory", path, "--device", "h100")
+    needed, figures = document["device"]["needed"], document["figures"]
+    assert figures == {
+        "tensors": document["total"],
+        "reserved": needed["tensors"] + needed["reserved"],
+        "device": sum(needed.values()),
+    }
+    assert document["device"]["margin"] == document["device"]["capacity"] - figures["device"]
+    line = "tensors 0.00 GiB, reserved 0.00, device 2.54 (with CUDA and 4 communicators of NCCL)"
+    assert line in " ".join(text_of("memory", path).split())
+    # As in 'hexad train --dry-run', which prints the same summary.
+    checked = json.loads(call("config", "check", path, "--elsewhere", "--json").out)
+    assert checked["summary"]["memory_bytes"]["figures"] == figures
+    assert f"device      {line}" in call("config", "check", path, "--elsewhere").out
+    assert document_of("memory", path, "run.device=cpu")["figures"] is None
+    assert "communicators" not in text_of("memory", path, "run.device=cpu")
 
 
 def test_a_rank_asked_for_does_not_change_whether_the_run_fits(path: str) -> None:

@@ -393,6 +393,13 @@ class ExpertsSpec(BranchSpec):
         routed = self._single(run, tokens, settings.experts, frozen)
         return Operations([], gather).then(routed).then(Operations(forward, backward))
 
+    @property
+    def routers_agree(self) -> bool:
+        """Whether routers look at all tokens of a microbatch."""
+        settings = self.settings
+        balanced = settings.aux_loss and settings.balance != "step"
+        return bool(balanced or settings.capacity_factor is not None)
+
     def _shared_routing(self, run: Execution) -> list[Operation]:
         """What routers send each other: tokens' experts, where an expert's capacity decides over all of a
         microbatch's tokens, and loads that are balanced over these."""

@@ -87,7 +87,7 @@ def advice(resolved: Resolved) -> Advice | None:
 def _needed(resolved: Resolved) -> int:
     """Bytes of a GPU."""
     total = largest(per_pipeline_rank(resolved)).total
-    return device_memory(total, resolved.layout, resolved.config.parallel.replicas).total
+    return device_memory(total, resolved).total
 
 
 def _changes(config: Config, layout: Layout) -> Iterator[dict[str, Any]]:

@@ -3,9 +3,13 @@ torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hexad.topology.layout import Layout
+
+from . import Resolved
+from .communicators import Communicator, communicators
 
 _RESERVED = 0.145
 """What PyTorch's allocator keeps besides the tensors, as a part of their memory (77.7 GiB reserved, 67.9 in
@@ -14,6 +18,8 @@ _CONTEXT = 600 * 2**20
 """CUDA's context, and the kernels of its libraries."""
 _COMMUNICATOR = 500 * 2**20
 """Buffers of one of NCCL's communicators that is in use: 0.4 to 0.6 GiB."""
+_EXCHANGE = 3_300_000_000
+"""Those of one in which each rank sends to every other: what its first call took."""
 
 
 class DeviceMemory(NamedTuple):
@@ -36,18 +42,26 @@ class DeviceMemory(NamedTuple):
         """All of them."""
         return sum(self)
 
+    @property
+    def figures(self) -> dict[str, int]:
+        """The three numbers that tools report: PyTorch's peaks of allocated and of reserved memory, and what
+        is used of the device."""
+        return {"tensors": self.tensors, "reserved": self.tensors + self.reserved, "device": self.total}
 
-def device_memory(tensors: int, layout: Layout, replicas: int) -> DeviceMemory:
-    """What a rank needs on a GPU, given the peak of its tensors; ``replicas``: of the sharded state."""
-    return DeviceMemory(
-        tensors, int(_RESERVED * tensors), _CONTEXT, _COMMUNICATOR * _communicators(layout, replicas)
-    )
+
+def device_memory(tensors: int, resolved: Resolved) -> DeviceMemory:
+    """What a rank needs on a GPU, given the peak of its tensors."""
+    return _with(tensors, communicators(resolved))
 
 
-def _communicators(layout: Layout, replicas: int) -> int:
-    """Communicators that a rank uses: of each axis, of the ranks with copies of a shard where these are
-    others than those with the other shards, and for the pipeline's messages in each direction."""
-    degrees = layout.degrees
-    gradient = degrees["data"] * degrees["context"]
-    used = [degrees["tensor"] > 1, degrees["context"] > 1, degrees["data"] > 1, 1 < replicas < gradient]
-    return sum(used) + 3 * (degrees["pipeline"] > 1)
+def least_device_memory(tensors: int, layout: Layout) -> DeviceMemory:
+    """As :func:`device_memory`, of any configuration with a layout, of which gradients pass all stages: no
+    more than that needs."""
+    axes = ("tensor", "context", "expert", "expert_tensor", *["pipeline"] * 3)
+    sizes = (layout.gradient_ranks, *(layout.degrees[axis] for axis in axes))
+    return _with(tensors, (Communicator("", size) for size in sizes if size > 1))
+
+
+def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
+    buffers = sum(_EXCHANGE if one.exchanges else _COMMUNICATOR for one in used)
+    return DeviceMemory(tensors, int(_RESERVED * tensors), _CONTEXT, buffers)

@@ -320,7 +320,7 @@ def explained(plan: Plan, layout: str) -> Candidate:
     resolved = resolve(config, Layout.from_settings(config.parallel, plan.cluster.cluster.gpus))
     job = Job.of(resolved)
     memory = largest(per_pipeline_rank(resolved))
-    device = device_memory(memory.total, resolved.layout, config.parallel.replicas)
+    device = device_memory(memory.total, resolved)
     return Candidate(resolved, job, Predictor(job, plan.cluster.cluster).step, memory, device)
 
 

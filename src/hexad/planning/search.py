@@ -28,7 +28,7 @@ from hexad.topology.layout import DEFAULT_ORDER, Layout
 
 from .bounds import Grid, Kernels, Pipeline, Sent, Times, idle, in_flight
 from .checks import check_config
-from .device_memory import DeviceMemory, device_memory
+from .device_memory import DeviceMemory, device_memory, least_device_memory
 from .implementation import Implementation, implementation
 from .job import Job, stages_of
 from .links import Cluster
@@ -316,12 +316,12 @@ class Search:
         sent = self._sent(grid, choice, layout)
         for recompute, times in kernels.times.items():
             if fitting is None:
-                if not self.fits(layout, 1, int(kernels.least(times, choice, layout, microbatches))):
+                if not self.may_fit(layout, int(kernels.least(times, choice, layout, microbatches))):
                     continue
             else:
                 more = in_flight(choice, microbatches) - min(microbatches, pipeline)
                 nbytes = fitting[recompute] + more * (layers // pipeline) / layers * times.kept
-                if nbytes == inf or not self.fits(layout, 1, int(_SLACK * nbytes)):
+                if nbytes == inf or not self.may_fit(layout, int(_SLACK * nbytes)):
                     continue
             seconds = times.seconds(choice, sent)
             per_rank = sum(seconds) / pipeline
@@ -363,7 +363,7 @@ class Search:
                     variant = self._variant(resolved, Sharding(1, DEFAULT_ORDER, recompute))
                     if variant is not None:
                         needed[recompute] = predict(variant, 0, parts=parts).total
-                        if self.fits(variant.layout, 1, int(needed[recompute])):
+                        if self.fits(variant, int(needed[recompute])):
                             later = self._recomputes()
                             more = later[later.index(recompute) + 1 :]
                             needed |= dict.fromkeys(more, 0.0)
@@ -522,11 +522,15 @@ class Search:
         return Resolved(config, layout, resolved.plan)
 
     def _device(self, resolved: Resolved, plan: MemoryPlan) -> DeviceMemory:
-        return device_memory(plan.total, resolved.layout, resolved.config.parallel.replicas)
+        return device_memory(plan.total, resolved)
 
-    def fits(self, layout: Layout, replicas: int, nbytes: int) -> bool:
+    def may_fit(self, layout: Layout, nbytes: int) -> bool:
+        """Whether tensors of so many bytes may fit, with what a GPU holds besides at the least."""
+        return least_device_memory(nbytes, layout).total <= self.capacity
+
+    def fits(self, resolved: Resolved, nbytes: int) -> bool:
         """Whether tensors of so many bytes fit, with what a GPU holds besides."""
-        return device_memory(nbytes, layout, replicas).total <= self.capacity
+        return device_memory(nbytes, resolved).total <= self.capacity
 
 
 class _Memory:
@@ -546,13 +550,12 @@ class _Memory:
 
     def may_fit(self, variant: Resolved, job: Job) -> bool:
         """Whether the first rank's state and activations fit, without what is needed for a moment."""
-        replicas = variant.config.parallel.replicas
-        return self._search.fits(variant.layout, replicas, self._least(variant, job))
+        return self._search.fits(variant, self._least(variant, job))
 
     def device(self, variant: Resolved, job: Job, plan: MemoryPlan | None) -> int:
         """Bytes of a GPU: as planned, or at the least."""
         nbytes = self._least(variant, job) if plan is None else plan.total
-        return device_memory(nbytes, variant.layout, variant.config.parallel.replicas).total
+        return device_memory(nbytes, variant).total
 
     def _least(self, variant: Resolved, job: Job) -> int:
         """Bytes of the first rank's state and activations."""
@@ -581,9 +584,9 @@ class _Memory:
             self._plans[key] = None
             self._search.evaluated += 1
             first = predict(variant, 0, parts=self._first)
-            if fits(variant.layout, settings.replicas, first.total):
+            if fits(variant, first.total):
                 plan = largest(per_pipeline_rank(variant))
-                fitting = fits(variant.layout, settings.replicas, plan.total)
+                fitting = fits(variant, plan.total)
                 self._plans[key] = plan if fitting else None
         return self._plans[key]
 

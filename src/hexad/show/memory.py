@@ -10,7 +10,9 @@ from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from hexad.config import counted
 from hexad.planning import Resolved
+from hexad.planning.communicators import communicators
 from hexad.planning.device_memory import DeviceMemory, device_memory
 from hexad.planning.memory import MemoryPlan, expert_loads, largest
 from hexad.planning.serving import ServingPlan, cache_tokens
@@ -76,6 +78,7 @@ def memory_json(
     largest fits."""
     totals = [{"rank": other.rank, "total": other.total} for other in ranks]
     tree = {"dtype": resolved.config.precision.dtype, **plan.as_tree(), "pipeline": totals}
+    tree["figures"] = figures(resolved, ranks)
     if loads := expert_loads(resolved):
         tree["experts"] = loads
     if device is None:
@@ -91,7 +94,24 @@ def needed(resolved: Resolved, ranks: Sequence[MemoryPlan], device: Device) -> D
     most = largest(ranks).total
     if device.gpu is None:
         return DeviceMemory(most, 0, 0, 0)
-    return device_memory(most, resolved.layout, resolved.config.parallel.replicas)
+    return device_memory(most, resolved)
+
+
+def figures(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, int] | None:
+    """Of the rank that needs the most: bytes of tensors, reserved, and of the device; None on a CPU."""
+    if resolved.config.run.device == "cpu":
+        return None
+    return device_memory(largest(ranks).total, resolved).figures
+
+
+def figures_text(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> str | None:
+    """:func:`figures` in a line."""
+    sizes = figures(resolved, ranks)
+    if sizes is None:
+        return None
+    tensors, reserved, device = (f"{size / _GIB:,.2f}" for size in sizes.values())
+    count = counted(len(communicators(resolved)), "communicator")
+    return f"tensors {tensors} GiB, reserved {reserved}, device {device} (with CUDA and {count} of NCCL)"
 
 
 def verdict(need: DeviceMemory, device: Device) -> str:
@@ -129,6 +149,7 @@ def memory_text(
         peak,
         table,
         *_loads_text(resolved),
+        *([f"most of any rank: {sizes}"] if (sizes := figures_text(resolved, ranks)) is not None else []),
         *([verdict(needed(resolved, ranks, device), device)] if device is not None else []),
     )
 

@@ -15,6 +15,7 @@ from hexad.planning import Resolved
 from hexad.planning.costs import active_count, parameter_count, trained_count
 from hexad.planning.memory import MemoryPlan, largest
 
+from .memory import figures, figures_text
 from .run import read_metrics
 
 _SHORT = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
@@ -60,6 +61,7 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
             "activations": sum(most.activations.values()),
             "buffers": most.buffers,
             "host": most.host,
+            "figures": figures(resolved, ranks),
         },
     }
 
@@ -125,6 +127,7 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
         "precision": f"{facts['dtype']}{auto}",
         "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in {memory_of} memory{host}",
         "": f"of which {parts}",
+        **({"device": sizes} if (sizes := figures_text(resolved, ranks)) is not None else {}),
         **({"time": _time(facts, config.run.dir)} if facts["step_seconds"] and facts["steps_left"] else {}),
     }
     return [f"{name:<12}{text}" for name, text in rows.items()]

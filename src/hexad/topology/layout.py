@@ -376,6 +376,12 @@ def _numbers(digits: list[Digit]) -> Iterator[int]:
     return map(sum, product(*slowest_first))
 
 
+def goes_to_next(sender: int, receiver: int, ranks: int) -> bool:
+    """Whether a message between neighbours of a ring of ranks goes to the next one; of two ranks, to the one
+    with the larger number."""
+    return sender < receiver if ranks == 2 else (receiver - sender) % ranks == 1
+
+
 def nearest_multiples(factor: int, value: int) -> str:
     """``8 or 12``: the multiples of a number just below and above a value."""
     below = value // factor * factor

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .layout import AXES, CHANNELS, FAN_OUT, Layout, Level, Tree, tree_groups
+from .layout import AXES, CHANNELS, FAN_OUT, Layout, Level, Tree, goes_to_next, tree_groups
 
 T = TypeVar("T")
 
@@ -82,10 +82,9 @@ class Axis:
         """The process group of messages from one of its places to another."""
         if self.to_next is None:
             return self.group
-        if self.size == 2:
-            return self.to_next if sender < receiver else self.to_previous
-        towards = {1: self.to_next, self.size - 1: self.to_previous}
-        return towards.get((receiver - sender) % self.size, self.group)
+        if goes_to_next(sender, receiver, self.size):
+            return self.to_next
+        return self.to_previous if goes_to_next(receiver, sender, self.size) else self.group
 
     @cached_property
     def on_host(self) -> bool:

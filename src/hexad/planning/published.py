@@ -248,7 +248,7 @@ def _model(shape: Mapping[str, Any], row: Mapping[str, Any]) -> ModelSettings:
         width = round(sizes["hidden"] / sizes["heads"])
         settings["head_dim"] = _number(shape, "head_dim", "model.head_dim", width)
     if "lora" in str(row.get("task", "")).lower():
-        settings["lora"] = LoraSettings(rank=16)
+        settings["lora"] = _adapters(str(row.get("note")))
     model = complete_model(ModelSettings(**settings), _number(shape, "seq", "model.seq"))
     update: dict[str, Any] = {}
     if isinstance(shape.get("sliding_window"), int):
@@ -265,6 +265,14 @@ def _model(shape: Mapping[str, Any], row: Mapping[str, Any]) -> ModelSettings:
         queries = _number(mla, "q_lora", "model.mla.q_lora") if mla.get("q_lora") else None
         update["mla"] = MlaSettings(q_rank=queries, **ranks)
     return model.model_copy(update=update)
+
+
+def _adapters(note: str) -> LoraSettings:
+    """Adapters as a note states them; else of rank 16, in all linear layers."""
+    rank = re.search(r"LoRA r(?:ank)?\s*=?\s*(\d+)", note)
+    attention = re.search(r"LoRA[^,;]* on attention", note)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj") if attention else "all"
+    return LoraSettings(rank=int(rank[1]) if rank else 16, targets=targets)
 
 
 def _experts(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> MoeSettings:

@@ -44,7 +44,7 @@ OLD = {
 FITTED: dict[str, dict[str, float]] = {
     "vtrain": OLD,
     "megatron-2022": {"products": 1.0, "passes": 2.0, "scores": 11.0},
-    "megatron-deepspeed": {"products": 1.0, "passes": 2.0, "scores": 11.0, "message_us": 100.0},
+    "megatron-deepspeed": {"products": 1.0},
     "megatron-core": {**DENSE, "quantise": 0.5},
     "megatron-lm": {**DENSE, "step_us": 3000.0},
     "maxtext": {"products": 1.0, "passes": 1.5, "quantise": 0.5},
@@ -62,6 +62,8 @@ worth, by the root of the number of settings."""
 
 STEP = 0.05
 """Step of derivatives, in logarithms of constants."""
+FAR = 0.5
+"""How far derivatives are trusted, in logarithms of constants."""
 OF_A_SETTING = 2
 """Rows of a setting that are fitted on."""
 
@@ -88,11 +90,16 @@ class Fit:
 
     def residuals(self, errors: np.ndarray, logs: np.ndarray, rows: Sequence[int]) -> np.ndarray:
         """What is minimised, given the logarithms of predicted over measured times."""
-        settings = [setting(self.rows[number][0]) for number in rows]
+        settings = [self.settings[number] for number in rows]
         counts = Counter(settings)
         weights = np.array([counts[each] ** -0.5 for each in settings])
         robust = np.sign(errors) * SCALE * np.sqrt(2 * (np.sqrt(1 + (errors / SCALE) ** 2) - 1))
         return np.concatenate([weights * robust, PRIOR * SCALE * len(counts) ** 0.5 * logs])
+
+    @cached_property
+    def settings(self) -> list[tuple[Any, ...]]:
+        """The setting of every row."""
+        return [setting(row) for row, _ in self.rows]
 
     @cached_property
     def fitted(self) -> np.ndarray:
@@ -109,8 +116,7 @@ class Fit:
         """The rows that are fitted on: few of a setting."""
         seen: Counter[tuple[Any, ...]] = Counter()
         kept = []
-        for number, (row, _) in enumerate(self.rows):
-            of_setting = setting(row)
+        for number, of_setting in enumerate(self.settings):
             seen[of_setting] += 1
             if seen[of_setting] <= OF_A_SETTING:
                 kept.append(number)
@@ -136,7 +142,8 @@ class Fit:
         def residuals(logs: np.ndarray) -> np.ndarray:
             return self.residuals(errors + derivatives @ (logs - self.fitted), logs, rows)
 
-        return self.values(least_squares(residuals, self.fitted).x)
+        bounds = self.fitted - FAR, self.fitted + FAR
+        return self.values(least_squares(residuals, self.fitted, bounds=bounds).x)
 
     def left_out(self, group: Callable[[Mapping[str, Any]], str]) -> np.ndarray | None:
         """Errors of every group with constants that were fitted on the others; None if there is only one."""

@@ -97,6 +97,8 @@ def test_json_has_the_errors_of_every_source_and_of_all(tmp_path: Path) -> None:
         (changed(measured={}), "nothing"),
         (changed(measured={"mfu": 40.0}), "convention"),
         (changed(model={"hybrid": {"pattern": "M*"}}), "Mamba"),
+        (changed(model={"moe": "many"}), "model.moe: found 'many'"),
+        (changed(measured={"peak_mem_gb": "much"}), "peak_mem_gb"),
         (changed(tp="two"), "tp: found 'two'"),
         (changed(model={"layers": 2.5}), "model.layers: found 2.5"),
     ],
@@ -109,6 +111,40 @@ def test_rows_that_cannot_be_expressed_are_counted_with_the_reason(row: dict[str
     ((found, count),) = overall["uncovered"].items()
     assert reason in found
     assert count == 1
+
+
+def test_model_states_of_zero() -> None:
+    """Rajbhandari et al., ZeRO (arXiv 1910.02054), table 1: 7.5B parameters, 64 ranks, in 1e9 bytes."""
+    rows = []
+    for level, stated in ((1, 31.4), (2, 16.6), (3, 1.88)):
+        measured = {"model_state_gb": stated}
+        rows.append(
+            {"model": {"params": 7.5e9}, "dp": 64, "zero_fsdp": f"ZeRO-{level}", "measured": measured}
+        )
+    memory = validate_rows(rows)["overall"]["memory"]
+    assert memory["covered"] == 3
+    assert abs(memory["worst"]) < 0.005
+
+
+def test_states_and_activations_of_a_first_stage() -> None:
+    """Korthikanti et al. (arXiv 2205.05198), figure 1: 22B, tensor 8, with the paper's methods and not."""
+    model = {"layers": 48, "hidden": 6144, "heads": 64, "kv_heads": 64, "ffn": 24576, "seq": 2048}
+    common: dict[str, Any] = {"n_gpus": 8, "tp": 8, "pp": 1, "micro_batch": 4, "global_batch": 4}
+    common |= {
+        "n_microbatches": 1,
+        "source": "Korthikanti22 Figure 1",
+        "model": {"vocab": 51200, **model},
+        "schedule": "none",
+    }
+    whole = {"params_opt_gib": 45.5625, "activation_gib": 59.25}
+    less = {"params_opt_gib": 45.5625, "activation_gib": 9.5625}
+    rows = [
+        changed(**common, recompute="none", sp=False, measured=whole),
+        changed(**common, recompute="selective", sp=True, measured=less),
+    ]
+    memory = validate_rows(rows)["overall"]["memory"]
+    assert memory["covered"] == 2
+    assert memory["mape"] < 0.03
 
 
 def test_rows_out_of_memory() -> None:

@@ -25,6 +25,8 @@ class Implementation(Settings):
     """Times as long as the kernels that were measured alone take matrix products in a step."""
     attention: PositiveFloat = 1.0
     """The same of fused attention."""
+    flash: Literal["newest", "second"] = "newest"
+    """Fused attention: kernels made for the GPU, or FlashAttention 2, which is older than Hopper GPUs."""
     passes: PositiveFloat = 1.0
     """Times as many bytes as compiled functions have its norms, activations and sums."""
     kernels: PositiveFloat = 1.0

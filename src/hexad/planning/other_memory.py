@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hexad.model.inventory import StageSpec
 from hexad.parallel.inventory import Execution, Position, tensor_positions
 
-from .device_memory import device_memory
+from .device_memory import least_device_memory
 from .published import Published, Uncovered
 
 _WORKSPACE = 32 * 2**20
@@ -39,7 +39,7 @@ def usable_bytes(case: Published) -> float:
     sold = gigabytes if gigabytes in hardware.memory_gib else max(hardware.memory_gib, default=0)
     if not sold:
         raise Uncovered(f"memory of {hardware.names[0]} is not known")
-    return hardware.memory_gib[sold] * 2**30 - device_memory(0, case.job.layout, 1).total
+    return hardware.memory_gib[sold] * 2**30 - least_device_memory(0, case.job.layout).total
 
 
 def fits(case: Published) -> bool:
@@ -58,7 +58,15 @@ def peak_bytes(case: Published) -> float:
         return tensors
     if case.system.reports == "reserved":
         return tensors * _RESERVED
-    return tensors * _RESERVED + device_memory(0, case.job.layout, 1).total
+    return tensors * _RESERVED + least_device_memory(0, case.job.layout).total
+
+
+def state_bytes(
+    elements: float, parameter: float, gradient: float, state: float, zero: int, shards: float
+) -> float:
+    """Bytes of parameters, gradients and optimizer state, given those of each element, by ZeRO level."""
+    others = state / (shards if zero >= 1 else 1.0) + gradient / (shards if zero >= 2 else 1.0)
+    return elements * (others + parameter / (shards if zero == 3 else 1.0))
 
 
 def _tensors(case: Published) -> float:
@@ -66,6 +74,8 @@ def _tensors(case: Published) -> float:
     if case.notes.offloaded:
         raise Uncovered("activations in the host's memory are not modelled")
     memory, last = RankMemory(case), case.job.schedule.pipeline - 1
+    if case.analytic:
+        return memory.state(0) + memory.most(0, moments=False)
     ranks = [last] if case.last_rank else range(last + 1)
     return max(memory.peak(rank) for rank in ranks)
 
@@ -83,6 +93,11 @@ class RankMemory:
 
     def peak(self, rank: int) -> float:
         """Peak of a pipeline rank."""
+        return self.state(rank) + self.most(rank) + self.messages + self.workspace
+
+    def most(self, rank: int, moments: bool = True) -> float:
+        """The most that is kept of microbatches in flight, with ``moments`` beside what the loss or a layer's
+        backward pass needs besides."""
         job, held, most = self.case.job, 0.0, 0.0
         kept: Counter[int] = Counter()
         for action in job.schedule.ranks[rank]:
@@ -91,14 +106,14 @@ class RankMemory:
             if action.kind == "F":
                 held += bytes_kept
                 kept[action.stage] += 1
-                most = max(most, held + self.loss(stage))
+                most = max(most, held + (self.loss(stage) if moments else 0.0))
             else:
-                most = max(most, held + self.backward(stage))
+                most = max(most, held + (self.backward(stage) if moments else 0.0))
                 if action.kind in ("B", "BW"):
                     held -= bytes_kept * (1.0 if action.kind == "BW" else 1 - _OPERANDS)
                 else:
                     held -= bytes_kept * _OPERANDS
-        return self.state(rank) + most + self.messages + self.workspace
+        return most
 
     @property
     def messages(self) -> float:
@@ -129,9 +144,8 @@ class RankMemory:
         for stage in job.schedule.stages_of(rank):
             for grid, elements in job.elements[stage].items():
                 shards = max(1.0, job.layout.state_ranks[grid] / max(1, job.replicas) * notes.scope)
-                total += elements * system.state / (shards if job.zero >= 1 else 1.0)
-                total += elements * system.parameter / (shards if job.zero == 3 else 1.0)
-                total += elements * gradient / (shards if job.zero >= 2 else 1.0)
+                each = float(system.parameter), gradient, system.state
+                total += state_bytes(elements, *each, job.zero, shards)
         return total + self._unsharded(rank)
 
     def _unsharded(self, rank: int) -> float:

@@ -28,7 +28,7 @@ from .implementation import Implementation, implementation
 from .job import Job, stages_of
 from .links import Cluster
 from .published_notes import Notes
-from .published_times import Unstated, step_seconds
+from .published_times import Unstated, positive, step_seconds
 
 
 class Uncovered(HexadError):
@@ -49,6 +49,7 @@ class Published:
         notes: what the row says besides.
         gigabytes: of memory that a GPU is sold with; None where not stated.
         last_rank: ``memory`` is that of the last pipeline rank, else of the fullest.
+        analytic: ``memory`` is that of parameters, optimizer and kept activations of the first pipeline rank.
         unmeasured: why there is no time; None where there is one.
     """
 
@@ -64,6 +65,7 @@ class Published:
     gigabytes: int | None
     last_rank: bool
     unmeasured: str | None
+    analytic: bool = False
 
     @property
     def balanced(self) -> bool:
@@ -178,6 +180,7 @@ def _published(row: Mapping[str, Any]) -> Published:
         gigabytes=_gigabytes(row),
         last_rank=measured.get("memory_rank") == "last",
         unmeasured=unmeasured,
+        analytic=positive(measured, "activation_gib") is not None,
     )
 
 
@@ -228,7 +231,7 @@ def _number(tree: Mapping[str, Any], key: str, name: str | None = None, default:
 def _model(shape: Mapping[str, Any], row: Mapping[str, Any]) -> ModelSettings:
     if "hybrid" in shape:
         raise Uncovered("Mamba layers are not modelled")
-    moe, mla = shape.get("moe"), shape.get("mla")
+    moe, mla = (_part(shape, name) for name in ("moe", "mla"))
     if moe and moe.get("latent"):
         raise Uncovered("experts in a latent space are not modelled")
     sizes = {name: _number(shape, name, f"model.{name}") for name in ("layers", "hidden", "heads")}
@@ -248,7 +251,7 @@ def _model(shape: Mapping[str, Any], row: Mapping[str, Any]) -> ModelSettings:
         width = round(sizes["hidden"] / sizes["heads"])
         settings["head_dim"] = _number(shape, "head_dim", "model.head_dim", width)
     if "lora" in str(row.get("task", "")).lower():
-        settings["lora"] = LoraSettings(rank=16)
+        settings["lora"] = _adapters(str(row.get("note")))
     model = complete_model(ModelSettings(**settings), _number(shape, "seq", "model.seq"))
     update: dict[str, Any] = {}
     if isinstance(shape.get("sliding_window"), int):
@@ -265,6 +268,22 @@ def _model(shape: Mapping[str, Any], row: Mapping[str, Any]) -> ModelSettings:
         queries = _number(mla, "q_lora", "model.mla.q_lora") if mla.get("q_lora") else None
         update["mla"] = MlaSettings(q_rank=queries, **ranks)
     return model.model_copy(update=update)
+
+
+def _part(shape: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """A part of a model that is an object of its own."""
+    part = shape.get(name)
+    if part is not None and not isinstance(part, Mapping):
+        raise Uncovered(f"model.{name}: found {part!r:.40}, expected an object")
+    return part
+
+
+def _adapters(note: str) -> LoraSettings:
+    """Adapters as a note states them; else of rank 16, in all linear layers."""
+    rank = re.search(r"LoRA r(?:ank)?\s*=?\s*(\d+)", note)
+    attention = re.search(r"LoRA[^,;]* on attention", note)
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj") if attention else "all"
+    return LoraSettings(rank=int(rank[1]) if rank else 16, targets=targets)
 
 
 def _experts(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> MoeSettings:
@@ -412,15 +431,22 @@ def _repeated(model: ModelSettings, outputs: bool) -> float:
 
 def _sharding(row: Mapping[str, Any], layout: Layout) -> tuple[int, int]:
     """ZeRO level, and replicas of the sharded state."""
+    level, ranks = zero_level(row), layout.gradient_ranks
+    if level < 3:
+        return level, 1
+    size = re.search(r"fsdp2?\s+(\d+)", str(row["zero_fsdp"]).lower())
+    shards = int(size[1]) if size else ranks
+    return 3, max(1, ranks // max(1, shards))
+
+
+def zero_level(row: Mapping[str, Any]) -> int:
+    """The level of sharding that a row states, 0 for none."""
     text = str(row.get("zero_fsdp") or "none").lower()
-    ranks = layout.gradient_ranks
     if "fsdp" in text or "full_shard" in text or "zero-3" in text:
-        size = re.search(r"fsdp2?\s+(\d+)", text)
-        shards = int(size[1]) if size else ranks
-        return 3, max(1, ranks // max(1, shards))
+        return 3
     if "zero-2" in text:
-        return 2, 1
-    return (1 if "zero-1" in text or "distributed" in text else 0), 1
+        return 2
+    return 1 if "zero-1" in text or re.search(r"\bdist", text) else 0
 
 
 def _cluster(row: Mapping[str, Any]) -> Cluster:
@@ -435,9 +461,13 @@ def _cluster(row: Mapping[str, Any]) -> Cluster:
 
 
 def _memory(measured: Mapping[str, Any]) -> float | None:
-    if measured.get("peak_mem_gib"):
-        return float(measured["peak_mem_gib"]) * 2**30
-    return float(measured["peak_mem_gb"]) * 1e9 if measured.get("peak_mem_gb") else None
+    state, kept = positive(measured, "params_opt_gib"), positive(measured, "activation_gib")
+    if state and kept:
+        return (state + kept) * 2**30
+    if peak := positive(measured, "peak_mem_gib"):
+        return peak * 2**30
+    peak = positive(measured, "peak_mem_gb")
+    return peak * 1e9 if peak else None
 
 
 def _gigabytes(row: Mapping[str, Any]) -> int | None:

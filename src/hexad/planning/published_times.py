@@ -25,22 +25,23 @@ def step_seconds(row: Mapping[str, Any], job: Job) -> float:
         Unstated: none is measured, or the convention of what is measured is not stated.
     """
     measured = row.get("measured") or {}
-    if seconds := _positive(measured, "step_time_s"):
+    if seconds := positive(measured, "step_time_s"):
         return seconds
     tokens = job.tokens / job.layout.world
-    if rate := _positive(measured, "tokens_per_s_per_gpu"):
+    if rate := positive(measured, "tokens_per_s_per_gpu"):
         return tokens / rate
-    if rate := _positive(measured, "samples_per_s_per_gpu"):
+    if rate := positive(measured, "samples_per_s_per_gpu"):
         return tokens / job.run.length / rate
-    if rate := _positive(measured, "tflops_per_gpu"):
+    if rate := positive(measured, "tflops_per_gpu"):
         return tokens * _flops_per_token(row, job) / (rate * 1e12)
-    if share := _positive(measured, "mfu"):
+    if share := positive(measured, "mfu"):
         return tokens * _flops_per_token(row, job) / (share / 100 * _peak(row))
     names = ", ".join(sorted(set(measured) - {"memory_rank", "memory_kind"})) or "nothing"
     raise Unstated(f"no step time or throughput is measured, but {names}")
 
 
-def _positive(measured: Mapping[str, Any], name: str) -> float | None:
+def positive(measured: Mapping[str, Any], name: str) -> float | None:
+    """A positive number of a row; None for anything else."""
     value = measured.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

@@ -18,6 +18,11 @@ DOMAIN, NETWORK = "domain", "network"
 """Links: among the devices of a domain, and between domains."""
 
 
+_SECOND = 1.75
+"""Time of FlashAttention 2 on a Hopper GPU, in that of a kernel made for it: 1.5 to 2 forward, 1.5 to 1.75
+backward (Shah et al., FlashAttention-3, arXiv 2407.08608)."""
+
+
 class RankRates:
     """Seconds of operations, as :class:`~hexad.planning.timeline.Rates` says.
 
@@ -95,6 +100,8 @@ class RankRates:
         )
         if not forward and self.job.attention_again:
             seconds += self.kernels.attention("forward", heads, length, width, format_, value_width=value)
+        if self.implementation.flash == "second" and self.cluster.hardware.capability >= (9, 0):
+            seconds *= _SECOND
         return seconds * self.implementation.attention
 
     def _unfused(

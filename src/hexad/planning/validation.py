@@ -11,8 +11,9 @@ from typing import Any
 
 from hexad.config import HexadError
 
-from .other_memory import fits, peak_bytes
-from .published import Published, Uncovered, published
+from .other_memory import fits, peak_bytes, state_bytes
+from .published import Published, Uncovered, published, zero_level
+from .published_times import positive
 from .step_time import Predictor
 
 
@@ -71,6 +72,11 @@ def _row(line: str, name: str) -> dict[str, Any]:
 
 def compare(row: Mapping[str, Any]) -> Compared:
     """A row beside its predictions."""
+    stated = positive(row.get("measured") or {}, "model_state_gb")
+    parameters, shards = positive(row.get("model") or {}, "params"), positive(row, "dp")
+    if stated and parameters and shards:  # of mixed precision with Adam, by level of sharding
+        predicted = state_bytes(parameters, 2.0, 2.0, 12.0, zero_level(row), shards)
+        return Compared(row, memory=(predicted, stated * 1e9))
     try:
         case = published(row)
     except Uncovered as reason:

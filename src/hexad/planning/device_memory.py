@@ -42,6 +42,10 @@ class DeviceMemory(NamedTuple):
         """All of them."""
         return sum(self)
 
+    def holding(self, tensors: int) -> DeviceMemory:
+        """The same with other tensors."""
+        return self._replace(tensors=tensors, reserved=int(_RESERVED * tensors))
+
     @property
     def figures(self) -> dict[str, int]:
         """The three numbers that tools report: PyTorch's peaks of allocated and of reserved memory, and what
@@ -64,4 +68,4 @@ def least_device_memory(tensors: int, layout: Layout) -> DeviceMemory:
 
 def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
     buffers = sum(_EXCHANGE if one.exchanges else _COMMUNICATOR for one in used)
-    return DeviceMemory(tensors, int(_RESERVED * tensors), _CONTEXT, buffers)
+    return DeviceMemory(0, 0, _CONTEXT, buffers).holding(tensors)

@@ -124,6 +124,7 @@ class Search:
     _grid_kernels: dict[Grid, Kernels] = field(default_factory=dict, repr=False)
     _fit: dict[tuple[Grid, Pipeline], dict[str, float]] = field(default_factory=dict, repr=False)
     _layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict, repr=False)
+    _devices: dict[Any, DeviceMemory] = field(default_factory=dict, repr=False)
     _data: dict[tuple[Grid, int, int], Sent] = field(default_factory=dict, repr=False)
 
     def best(self, top: int) -> list[Candidate]:
@@ -457,7 +458,7 @@ class Search:
                 self.rejected["memory"] += 1
             else:
                 step = replace(step, total=total)
-                fitting.append(Candidate(variant, changed, step, plan, self._device(variant, plan)))
+                fitting.append(Candidate(variant, changed, step, plan, self.device(variant, plan.total)))
         return min(fitting, key=lambda candidate: candidate.step.total, default=None)
 
     def _note(
@@ -495,7 +496,7 @@ class Search:
         resolved = resolve(config.model_copy(update={"batch": batch}), candidate.resolved.layout)
         job = Job.of(resolved)
         plan = largest(per_pipeline_rank(resolved))
-        return Candidate(resolved, job, self._step(job, {}), plan, self._device(resolved, plan))
+        return Candidate(resolved, job, self._step(job, {}), plan, self.device(resolved, plan.total))
 
     def _recomputes(self) -> list[str]:
         if "memory.recompute" in self.fixed:
@@ -521,16 +522,23 @@ class Search:
             return None
         return Resolved(config, layout, resolved.plan)
 
-    def _device(self, resolved: Resolved, plan: MemoryPlan) -> DeviceMemory:
-        return device_memory(plan.total, resolved)
+    def device(self, resolved: Resolved, nbytes: int) -> DeviceMemory:
+        """What a GPU holds with tensors of so many bytes."""
+        settings = resolved.config.parallel
+        key = resolved.layout, settings.zero, settings.replicas, settings.context_method
+        if key not in self._devices:
+            self._devices[key] = device_memory(0, resolved)
+        return self._devices[key].holding(nbytes)
 
     def may_fit(self, layout: Layout, nbytes: int) -> bool:
         """Whether tensors of so many bytes may fit, with what a GPU holds besides at the least."""
-        return least_device_memory(nbytes, layout).total <= self.capacity
+        if layout not in self._devices:
+            self._devices[layout] = least_device_memory(0, layout)
+        return self._devices[layout].holding(nbytes).total <= self.capacity
 
     def fits(self, resolved: Resolved, nbytes: int) -> bool:
         """Whether tensors of so many bytes fit, with what a GPU holds besides."""
-        return device_memory(nbytes, resolved).total <= self.capacity
+        return self.device(resolved, nbytes).total <= self.capacity
 
 
 class _Memory:
@@ -555,7 +563,7 @@ class _Memory:
     def device(self, variant: Resolved, job: Job, plan: MemoryPlan | None) -> int:
         """Bytes of a GPU: as planned, or at the least."""
         nbytes = self._least(variant, job) if plan is None else plan.total
-        return device_memory(nbytes, variant).total
+        return self._search.device(variant, nbytes).total
 
     def _least(self, variant: Resolved, job: Job) -> int:
         """Bytes of the first rank's state and activations."""

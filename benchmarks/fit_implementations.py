@@ -37,6 +37,7 @@ OLD = {
     "passes": 2.0,
     "scores": 11.0,
     "calls": 4.0,
+    "collectives": 1.1,
     "collective_calls": 1.0,
     "message_us": 100.0,
     "step_us": 3000.0,

@@ -276,7 +276,7 @@ def test_config_show_and_check(make_run: MakeRun) -> None:
     ]  # fmt: skip
     document = json.loads(call("config", "check", path, "--world", "2", "--json").out)
     summary = document.pop("summary")
-    assert document == {"ok": True, "world": 2, "degrees": {"data": 2}}
+    assert document == {"ok": True, "world": 2, "degrees": {"data": 2}, "notes": []}
     assert (summary["tokens_per_step"], summary["steps"], summary["tokens"]) == (64, 12, 768)
     assert summary["parameters"] == parameter_count(load_config(path, ["model.vocab=257"]).model)
     complete = call("config", "check", path, "--all")

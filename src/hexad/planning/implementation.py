@@ -40,6 +40,8 @@ class Implementation(Settings):
     compute at once."""
     eight_experts: bool = False
     """In 8 bits grouped products of experts are computed, too."""
+    collectives: PositiveFloat = 1.0
+    """Times as long as alone collectives take in a step."""
     collective_calls: PositiveFloat = 1.0
     """Times as much of the host's time as Hexad takes for a collective."""
     message_us: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0

@@ -34,7 +34,7 @@ _RESERVED = 1.1
 
 
 def usable_bytes(case: Published) -> float:
-    """Bytes of tensors that fit a GPU of the row, beside its context and communicators."""
+    """Bytes of a GPU of the row beside its context and communicators."""
     hardware, gigabytes = case.cluster.hardware, case.gigabytes
     sold = gigabytes if gigabytes in hardware.memory_gib else max(hardware.memory_gib, default=0)
     if not sold:
@@ -43,8 +43,8 @@ def usable_bytes(case: Published) -> float:
 
 
 def fits(case: Published) -> bool:
-    """Whether the predicted tensors of the fullest rank fit its GPU."""
-    return _tensors(case) <= usable_bytes(case)
+    """Whether the blocks that the allocator keeps for the predicted tensors fit the GPU."""
+    return _tensors(case) * _RESERVED <= usable_bytes(case)
 
 
 def peak_bytes(case: Published) -> float:

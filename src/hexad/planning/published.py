@@ -92,6 +92,8 @@ class Published:
 
 _GPT_VOCABULARY = 51200
 """GPT-2's, padded: of rows that leave the vocabulary out."""
+_LARGEST = 10**12
+"""Of sizes and numbers of a row."""
 _VOCABULARY = 128
 """Rows of the vocabulary on a rank are padded to a multiple of this, as Megatron-LM does."""
 _SYSTEMS = (
@@ -128,8 +130,8 @@ def published(row: Mapping[str, Any]) -> Published:
         return _published(row)
     except Uncovered:
         raise
-    except HexadError as error:
-        raise Uncovered(str(error)) from error
+    except (HexadError, ValueError) as error:  # sizes that do not divide, or that no model may have
+        raise Uncovered(" ".join(str(error).split())[:160]) from error
 
 
 def _published(row: Mapping[str, Any]) -> Published:
@@ -223,7 +225,8 @@ def _number(tree: Mapping[str, Any], key: str, name: str | None = None, default:
     value = tree.get(key) or default
     if value is None:
         raise Uncovered(f"{name or key} is not stated")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 1 <= value <= _LARGEST or value % 1:
         raise Uncovered(f"{name or key}: found {value!r:.40}, expected a positive whole number")
     return int(value)
 
@@ -361,8 +364,11 @@ def _eight(row: Mapping[str, Any]) -> Format:
 
 
 def _check_divisible(model: ModelSettings, layout: Layout) -> None:
+    copies, heads = layout.tensor, int(model.kv_heads)
     if model.heads % layout.tensor:
         raise Uncovered("heads do not divide by the tensor degree")
+    if model.heads % heads or (heads % copies and copies % heads):
+        raise Uncovered("key/value heads do not divide by the tensor degree")
     if model.moe is not None and model.moe.experts % layout.expert:
         raise Uncovered("experts do not divide by the expert degree")
 

@@ -137,9 +137,12 @@ class RankRates:
         if operation == "exchange":  # a message in every round
             rounds = max(1, group.size - 1)
             pair = Group(2, 2, 1) if group.domains == 1 else Group(2, 1, 2)
-            return rounds * self.cluster.seconds("send", nbytes / rounds, pair), link
+            return self._slower(rounds * self.cluster.seconds("send", nbytes / rounds, pair)), link
         kind: Kind = operation  # type: ignore[assignment]
-        return self.cluster.seconds(kind, nbytes, group), link
+        return self._slower(self.cluster.seconds(kind, nbytes, group)), link
+
+    def _slower(self, seconds: float) -> float:
+        return seconds * self.implementation.collectives
 
     @cached_property
     def groups(self) -> dict[str, Group]:

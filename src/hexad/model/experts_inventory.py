@@ -436,7 +436,7 @@ class ExpertsSpec(BranchSpec):
             values, home = [pairs, *values], [*values, pairs._replace(operation="reduce_scatter")]
         elif ranks > 1:
             out, back = self._exchanges(run, hidden * run.byte)
-            counts = self.settings.experts * slices * (_INDEX if run.cpu else 4)
+            counts = self.settings.experts * slices * 4
             ids.append(Collective("F", "expert", "all_to_all", counts))
             scatter, collect = [moved, out, moved], [moved, back, *collect]
             out, back = self._exchanges(run, run.wide)

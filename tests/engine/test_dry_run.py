@@ -41,6 +41,18 @@ FIRST = (
 """All axes but context, ZeRO 0 and 3, a schedule with deferred gradients, recompute, and experts."""
 OTHERS: dict[str, tuple[int, Groups]] = {
     "exact": (2, {"parallel": {"tensor": 2}, "precision": {"exact": True}}),
+    "exact, rings": (
+        4,
+        {
+            "parallel": {"context": 4, "context_method": "ulysses_ring", "context_ulysses": 2},
+            "precision": {"exact": True},
+            "memory": {"recompute": "full"},
+        },
+    ),
+    "exact, adapters": (
+        2,
+        {"parallel": {"tensor": 2}, "model": {"lora": {"rank": 4}}, "precision": {"exact": True}},
+    ),
     "fp8": (2, {"parallel": {"data": 2, "zero": 3}, "precision": {"dtype": "fp8"}}),
     "fp8 throughout": (1, {"precision": {"dtype": "fp8", "fp8_weight_gradients": True}}),
     "documents": (2, {"parallel": {"context": 2}, "data": {"documents": "isolate"}}),

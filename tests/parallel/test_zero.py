@@ -18,6 +18,9 @@ from hexad.parallel.data.bucket_plan import Held, plan_buckets
 from hexad.parallel.inventory import Parameter, Weight
 from hexad.parallel.pipeline.executor import _Walk
 from hexad.parallel.sharding import declared_parameters
+from hexad.planning import resolve
+from hexad.planning.traffic import predicted_traffic
+from hexad.topology.layout import Layout
 
 from ..pool import Pool
 from ..small import Tree, config_of, engine_of, microbatches
@@ -93,7 +96,8 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, pool
     gathers = {"block": 1, "end": 1, "vector": 1} if zero else {"block": 0, "end": 0, "vector": 0}
     if zero == 3:
         gathers |= {"block": 2 * microbatches, "end": microbatches}
-    for sent, sizes, _ in pool.run(data, measured, config):
+    resolved = resolve(config, Layout.from_settings(config.parallel, data))
+    for rank, (sent, sizes, _) in enumerate(pool.run(data, measured, config)):
         wanted = sum(
             reductions * size * gradient * (shards - 1) // shards
             + 2 * (same - 1) * (size // shards * gradient) // same
@@ -102,7 +106,7 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, pool
         )
         scalars = [(data, 8), (shards, 4), (data, 4)]  # the loss; the norm's squares; the largest norm
         wanted += sum(2 * (size - 1) * nbytes // size for size, nbytes in scalars)
-        assert sent == wanted
+        assert sent == wanted == predicted_traffic(resolved, rank)["data"]
 
 
 @pytest.mark.parametrize(("data", "replicas"), [(2, 1), (4, 1), (4, 2)])

@@ -98,11 +98,22 @@ class AttentionCoreSpec(BranchSpec):
             forward.insert(0, Collective("F", "ring", "exchange", pair * sent, len(forward) - 1))
             for size in (pair * received, pair * sent):
                 backward.insert(0, Collective("B", "ring", "exchange", size, len(backward) - 1))
+        if run.ring > 1 and self._exactly(run):
+            usual = [op for op in forward if isinstance(op, Collective)]
+            backward = [*map(again, usual), *backward]
+            forward = [*self._exact_gathers(run), *(op for op in forward if op not in usual)]
         if run.ulysses == 1:
             return Operations(forward, backward)
         before, after = (self._exchanged("F", run, size) for size in self.exchanged_bytes(run))
         turned = [self._exchanged("B", run, size) for size in self.exchanged_bytes(run)]
         return Operations([*before, *forward, *after], [*turned[1], *backward, *turned[0]])
+
+    def _exact_gathers(self, run: Execution) -> list[Operation]:
+        """Rounded keys and values of all tokens, and the largest element of each value."""
+        tokens, heads = run.tokens * run.context, self.kv_heads_held // run.tensor
+        tops = 4 * heads_of(heads, run.ulysses) * tokens
+        pairs = self.pair_bytes(run) * tokens // 2
+        return [Collective("F", "ring", "all_gather", nbytes) for nbytes in (pairs, pairs, tops)]
 
     @staticmethod
     def _exchanged(action: str, run: Execution, nbytes: int) -> list[Operation]:

@@ -28,6 +28,8 @@ from .recompute_inventory import NOTHING, Parts
 
 BESIDE_LOADS = 3
 """Statistics of a layer that are counted beside the loads of its experts: entropy, dropped, missed."""
+ACTIVATED = 1 << 18
+"""Elements of a block of rows, of which a host's processor keeps what functions make of it in its cache."""
 _INDEX = 8
 """Bytes of an index."""
 _ROUTING = 7
@@ -441,7 +443,7 @@ class ExpertsSpec(BranchSpec):
             values, home = [pairs, *values], [*values, pairs._replace(operation="reduce_scatter")]
         elif ranks > 1:
             out, back = self._exchanges(run, hidden * run.byte)
-            counts = self.settings.experts * slices * (_INDEX if run.cpu else 4)
+            counts = self.settings.experts * slices * 4
             ids.append(Collective("F", "expert", "all_to_all", counts))
             scatter, collect = [moved, out, moved], [moved, back, *collect]
             out, back = self._exchanges(run, run.wide)
@@ -573,6 +575,13 @@ class ExpertsSpec(BranchSpec):
             return ranks * sizes.tokens + received + sizes.tokens
         return max(2 * sizes.rows, sizes.rows + sizes.tokens)
 
+    def _activating(self, run: Execution) -> int:
+        """Bytes that the activation's backward pass needs for a moment; on a CPU for some rows at a time."""
+        sizes, (outputs, inner) = self._sizes(run), self._widths(run)
+        if run.compiled:
+            return 0
+        return 2 * min(sizes.inner, ACTIVATED // outputs * inner * run.byte) if run.cpu else sizes.outputs
+
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         moments, live, stream = [], 0, run.stream(self.layer.hidden)
@@ -588,7 +597,7 @@ class ExpertsSpec(BranchSpec):
         needed = max(live + self._scattered(run), down + more)
         moments.append(Moment(needed, down, second.parameters))
         live += sizes.inner - kept + (sizes.rows + sizes.inner if split and second.trained else 0)
-        activation = live + sizes.outputs * (2 if not (run.cpu or run.compiled) else 1)
+        activation = live + sizes.outputs + self._activating(run)
         live -= sizes.inner  # the gradient of the outputs takes the place of these
         up = live + sizes.rows + (sizes.outputs + sizes.rows if first.rank else 0)
         if not (split and first.trained):

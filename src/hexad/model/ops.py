@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from hexad.parallel.contributions import Dense, applied, contributed
 from hexad.parallel.pointwise import maybe_compiled, widened
 
+from .experts_inventory import ACTIVATED
+
 
 def by_hand(x: Tensor, compiled: bool) -> bool:
     """Whether the hand-written halves serve."""
@@ -142,17 +144,13 @@ def _weighted_forward(gate_up: Tensor, weights: Tensor) -> Tensor:
     return _swiglu_forward(gate_up).mul_(weights[:, None])
 
 
-_BLOCK = 1 << 18
-"""Elements of a block of rows, of which a host's processor keeps what functions make of it in its cache."""
-
-
 def _weighted_backward(gradient: Tensor, gate_up: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of ``gate_up [rows, 2 * width]`` and of ``weights [rows]``."""
     if torch.compiler.is_compiling() or gate_up.device.type != "cpu":
         of_weights = (gradient * _swiglu_forward(gate_up)).sum(-1, dtype=weights.dtype)
         return _swiglu_backward((gradient * weights[:, None]).to(gradient.dtype), gate_up), of_weights
     result, of_weights = torch.empty_like(gate_up), torch.empty_like(weights)
-    step = max(1, _BLOCK // max(1, gate_up.shape[1]))
+    step = max(1, ACTIVATED // max(1, gate_up.shape[1]))
     for first in range(0, len(gate_up), step):
         rows = slice(first, first + step)
         (gate, up), (grad_gate, grad_up) = (whole[rows].chunk(2, dim=-1) for whole in (gate_up, result))

@@ -139,7 +139,9 @@ class HeadSpec:
                 operations.append(self._states(run, "all_gather", slices[number + 1], beside))
             operations += [Product("F", size, columns, hidden), Pass("F", "loss", 2 * logits, 2)]
             if over:
-                sums = (size * run.wide, 2 * size * run.wide)
+                sums = [size * run.wide, 2 * size * run.wide]
+                if run.exact:  # the highest logits, the sums of exponentials in float64, targets
+                    sums = [size * run.wide, size * 8, size * run.wide]
                 operations += [Collective("F", "tensor", "all_reduce", nbytes) for nbytes in sums]
             operations += [Pass("F", "loss", 2 * logits), Product("F", size, hidden, columns)]
             if over:

@@ -28,6 +28,10 @@ def forward_chunks(nbytes: int) -> int:
     return max(1, min(nbytes // CHUNK, MOST_CHUNKS))
 
 
+_FLOAT64 = 8
+"""Bytes of an element of the sums of exact arithmetic."""
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """The kind of adapters that a model has.
@@ -276,6 +280,9 @@ class LinearSpec:
         scatter = "reduce_scatter" if run.sequence else "all_reduce"
         if self.row:
             forward = self._summed(run, forward, scatter, whole)
+            if run.exact:
+                computed = [op for op in forward if not isinstance(op, Collective)]
+                forward = [*computed, *self._exact_sums(run, scatter)]
             needed = run.sequence and (reached or self.trains)
             gather = [Collective("B", "tensor", "all_gather", whole, meanwhile=True)] if needed else []
             return Operations(forward, [*gather, *of_input, *of_weights], len(forward))
@@ -357,6 +364,17 @@ class LinearSpec:
             beside = len(products) if number < len(chunks) - 1 else 0
             operations.append(Collective("F", "tensor", sum_, size, beside))
         return [*operations, *added]
+
+    def _exact_sums(self, run: Execution, sum_: str) -> list[Operation]:
+        """What exact arithmetic sends of products whose sum is over ranks: the largest elements of input and
+        weight, and the products of each part of the input, in float64; of adapters too."""
+        operations: list[Operation] = []
+        for outputs in (self.features, *([self.adapters.width] if self.adapters is not None else [])):
+            tops = (run.tokens * _FLOAT64, outputs * _FLOAT64)
+            operations += [Collective("F", "tensor", "all_reduce", nbytes) for nbytes in tops]
+            products = Collective("F", "tensor", sum_, run.tokens * outputs * _FLOAT64)
+            operations += [products] * parts_of(run.byte)
+        return operations
 
     def _width(self, name: str, run: Execution) -> int:
         """Features of one output on a rank."""

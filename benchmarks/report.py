@@ -53,6 +53,7 @@ def section(name: str) -> str:
         "recipes": nemo_recipes,
         "frameworks": moe_conformance,
         "source": lightning_tests,
+        "predictions": cpu_layouts,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
@@ -378,6 +379,26 @@ def lightning_interface(results: dict[str, Any]) -> Iterator[str]:
         cells = [f"{row['step_seconds']:.3g}", f"{row['paired']:.2f} ({low:.2f}-{high:.2f})"]
         cells += [f"{row['cpu_ratio']:.2f}", f"{row['peak_rss_mb']:.0f}", f"{row['last_loss']:.5f}"]
         yield f"| {' | '.join(case + cells)} |"
+
+
+def cpu_layouts(results: dict[str, Any]) -> Iterator[str]:
+    """A row per layout, with both formats side by side."""
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in results["predictions"]:
+        rows.setdefault(row["layout"], {})[row["dtype"]] = row
+    formats = list(next(iter(rows.values())))
+    cells = []
+    for layout, by_format in rows.items():
+        cell = [layout, str(next(iter(by_format.values()))["ranks"])]
+        for dtype in formats:
+            one = by_format[dtype]
+            error = one["predicted"] / one["measured"] - 1
+            cell += [f"{one['measured']:.2f}", f"{one['predicted']:.2f}", f"{error:+.1%}"]
+        cells.append(cell)
+    names = " | ".join(f"{dtype}: measured s | predicted | error" for dtype in formats)
+    yield from _table(f"layout | ranks | {names}", cells)
+    order = f"order right in {results['right']} of {results['pairs']} pairs"
+    yield f"{len(results['predictions'])} layouts: mean absolute error {results['mape']:.1%}; {order}."
 
 
 def roofline(results: dict[str, Any]) -> Iterator[str]:

@@ -57,10 +57,11 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--explain", metavar="LAYOUT", help="Break one down, such as tensor=8,pipeline=4,zero=1.")
 @click.option("--compare", metavar="A B", nargs=2, help="Two layouts side by side.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the best one as a run.yaml.")
+@click.option("--calibrate", is_flag=True, help="Measure this CPU: write its hardware file to --output.")
 @click.option("--dry-run", is_flag=True, help="Run a step of one rank on tensors without values.")
 @click.option("--rank", type=int, help="Global rank of --dry-run. Default: one that needs the most memory.")
 @json_option
-def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: Any) -> None:
+def layouts(settings: tuple[str, ...], calibrate: bool, dry_run: bool, as_json: bool, **options: Any) -> int:
     """Find the fastest layouts of a model on a cluster, in seconds and without it.
 
     Layouts that take at most 3 % longer than the best one are all among those listed. `hexad plan validate
@@ -69,9 +70,11 @@ def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: 
     With --dry-run the engine that trains makes a step of one rank, without the other ranks and without
     values: its peak memory by component, beside the prediction, and the bytes that it sends over every axis.
     """
+    if calibrate:
+        return _calibrate(settings, dry_run, as_json, options)
     if dry_run:
         _dry_run(settings, as_json, **options)
-        return
+        return 0
     from hexad.planning.plan import explained
     from hexad.show.plan import comparison_text, explanation_text, plan_text
 
@@ -93,6 +96,7 @@ def layouts(settings: tuple[str, ...], dry_run: bool, as_json: bool, **options: 
         console.print(plan_text(result))
     if options["output"] is not None:
         _write(options["output"], result.run_yaml((candidates or result.layouts)[0]))
+    return 0
 
 
 plan.add_command(validate)
@@ -124,6 +128,16 @@ def planned_by(settings: tuple[str, ...], options: dict[str, Any], top: int) -> 
         overrides=overrides,
         top=top,
     )
+
+
+def _calibrate(settings: tuple[str, ...], dry_run: bool, as_json: bool, options: dict[str, Any]) -> int:
+    from .calibrate import calibrate
+
+    given = [name for name, value in {"dry_run": dry_run, **options}.items() if value and name != "output"]
+    besides = [*settings, *(f"--{name.replace('_', '-')}" for name in given if name != "top")]
+    if besides:
+        raise HexadError(f"--calibrate: found beside {besides[0]}; it takes --output and --json only")
+    return calibrate(options["output"], as_json)
 
 
 def _write(path: Path, text: str) -> None:

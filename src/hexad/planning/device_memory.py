@@ -43,8 +43,8 @@ class DeviceMemory(NamedTuple):
         return sum(self)
 
     def holding(self, tensors: int) -> DeviceMemory:
-        """The same with other tensors."""
-        return self._replace(tensors=tensors, reserved=int(_RESERVED * tensors))
+        """The same with other tensors. Without a context it is a CPU, whose allocator keeps nothing."""
+        return self._replace(tensors=tensors, reserved=int(_RESERVED * tensors) if self.context else 0)
 
     @property
     def figures(self) -> dict[str, int]:
@@ -53,8 +53,14 @@ class DeviceMemory(NamedTuple):
         return {"tensors": self.tensors, "reserved": self.tensors + self.reserved, "device": self.total}
 
 
+HOST = DeviceMemory(0, 0, 0, 0)
+"""A CPU's rank has nothing besides its tensors that grows with them."""
+
+
 def device_memory(tensors: int, resolved: Resolved) -> DeviceMemory:
-    """What a rank needs on a GPU, given the peak of its tensors."""
+    """What a rank needs on its device, given the peak of its tensors; a CPU has none but these."""
+    if resolved.config.run.device == "cpu":
+        return HOST._replace(tensors=tensors)
     return _with(tensors, communicators(resolved))
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from hexad.config import HexadError, did_you_mean
 from hexad.config.model import Number, PositiveFloat, Settings
+from hexad.topology.hardware import Hardware
 
 Hidden = Literal["overlapped", "exposed"]
 """Whether computation goes on beside it."""
@@ -114,3 +115,8 @@ def implementation(name: str) -> Implementation:
         )
     text = (directory / f"{name}.yaml").read_text(encoding="utf-8")
     return Implementation.model_validate({"name": name, **(yaml.safe_load(text) or {})})
+
+
+def own_implementation(hardware: Hardware) -> Implementation:
+    """Hexad's own constants on a kind of hardware."""
+    return implementation("hexad-cpu" if hardware.vendor == "cpu" else "hexad")

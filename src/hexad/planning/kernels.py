@@ -187,16 +187,25 @@ class Kernels:
         seconds = constants.start_us * 1e-6 + busy * factor
         return self._step(max(seconds, more * operations / self._peak(dtype)))
 
-    def passes(self, nbytes: float, kernels: int = 1) -> float:
-        """Seconds of kernels that only move data, such as norms, activations and the optimizer's update.
+    def passes(self, nbytes: float, kernels: int = 1, half: bool = False) -> float:
+        """Seconds of kernels that only move data, such as norms, activations and sums.
 
         Args:
             nbytes: bytes that all of them read and write.
             kernels: how many.
+            half: what they move has 16 bits.
         """
         memory = self.hardware.constants.memory
-        moving = nbytes / (memory.bandwidth * self.hardware.memory_gb_per_s * 1e9)
+        return self._moving(nbytes, kernels, memory.half if half else None)
+
+    def _moving(self, nbytes: float, kernels: int, share: float | None) -> float:
+        memory = self.hardware.constants.memory
+        moving = nbytes / ((share or memory.bandwidth) * self.hardware.memory_gb_per_s * 1e9)
         return kernels * memory.launch_us * 1e-6 + moving
+
+    def update(self, nbytes: float, kernels: int = 1) -> float:
+        """Seconds of an optimizer's update that moves so many bytes, in so many kernels."""
+        return self._moving(nbytes, kernels, self.hardware.constants.memory.update)
 
     def beside_collective(self) -> Kernels:
         """The same device while a collective takes some of its multiprocessors."""

@@ -91,7 +91,7 @@ def planned_config(
     else:
         raise HexadError("plan: found no model; give a configuration file, or --model with a preset")
     if cluster is not None:
-        settings.append("run.device=cuda")
+        settings.append(f"run.device={'cpu' if cluster.gpu.vendor == 'cpu' else 'cuda'}")
     config = load_config(path, settings)
     if cluster is not None and config.precision.dtype == "fp8" and not cluster.gpu.fp8:
         raise ConfigError(
@@ -141,12 +141,13 @@ class Plan:
         peak = self._peak / 1e12
         return (
             "MFU: matrix products of the model, forward and backward, causal attention halved, nothing "
-            f"recomputed, over {peak:,.0f} TFLOP/s"
+            f"recomputed, over {f'{peak:,.0f}' if peak >= 10 else f'{peak:.2g}'} TFLOP/s"
         )
 
     @property
     def _peak(self) -> float:
-        return self.cluster.gpu.half
+        gpu = self.cluster.gpu  # a CPU's formats differ in speed, and most jobs have 32 bits
+        return gpu.single if gpu.vendor == "cpu" and self.config.precision.width == 4 else gpu.half
 
     @cached_property
     def _flops(self) -> float:

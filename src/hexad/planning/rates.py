@@ -122,7 +122,8 @@ class RankRates:
         factors = self.implementation
         kernels = round(function.kernels * factors.kernels)
         nbytes = function.nbytes * factors.passes
-        return self.kernels.passes(nbytes if self.job.run.compiled else nbytes * factors.uncompiled, kernels)
+        nbytes *= 1.0 if self.job.run.compiled else factors.uncompiled
+        return self.kernels.passes(nbytes, kernels, self.job.run.byte == 2)
 
     def collective(self, collective: Collective) -> tuple[float, str]:
         """Seconds of a collective, and the link that it occupies."""

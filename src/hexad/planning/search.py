@@ -28,8 +28,8 @@ from hexad.topology.layout import DEFAULT_ORDER, Layout
 
 from .bounds import Grid, Kernels, Pipeline, Sent, Times, idle, in_flight
 from .checks import check_config
-from .device_memory import DeviceMemory, device_memory, least_device_memory
-from .implementation import Implementation, implementation
+from .device_memory import HOST, DeviceMemory, device_memory, least_device_memory
+from .implementation import Implementation
 from .job import Job, stages_of
 from .links import Cluster
 from .memory import MemoryPlan, RankParts, execution, largest, per_pipeline_rank, predict
@@ -104,7 +104,7 @@ class Search:
         cluster: where it is to run.
         capacity: bytes of memory of a GPU.
         fixed: settings that are not searched: ``parallel.tensor`` and the like.
-        system: what computes it.
+        system: what computes it; None for Hexad's own.
         rejected: how many layouts were not possible, by reason.
         evaluated: how many's memory was predicted exactly.
         pipelines: how many were evaluated, each with all kinds of recompute, replicas and orders.
@@ -115,7 +115,7 @@ class Search:
     cluster: Cluster
     capacity: int
     fixed: frozenset[str] = frozenset()
-    system: Implementation = field(default_factory=lambda: implementation("hexad"))
+    system: Implementation | None = None
     rejected: Counter[str] = field(default_factory=Counter)
     evaluated: int = 0
     pipelines: int = 0
@@ -533,7 +533,8 @@ class Search:
     def may_fit(self, layout: Layout, nbytes: int) -> bool:
         """Whether tensors of so many bytes may fit, with what a GPU holds besides at the least."""
         if layout not in self._devices:
-            self._devices[layout] = least_device_memory(0, layout)
+            cpu = self.base.run.device == "cpu"
+            self._devices[layout] = HOST if cpu else least_device_memory(0, layout)
         return self._devices[layout].holding(nbytes).total <= self.capacity
 
     def fits(self, resolved: Resolved, nbytes: int) -> bool:

@@ -17,7 +17,7 @@ from hexad.model.recompute_inventory import Parts
 from hexad.parallel.inventory import Collective, Grid
 from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 
-from .implementation import Implementation, implementation
+from .implementation import Implementation, own_implementation
 from .job import Job
 from .links import Cluster
 from .rates import RankRates
@@ -58,21 +58,26 @@ class Predictor:
     Attributes:
         job: what is trained.
         cluster: where.
-        system: by which implementation.
+        system: by which implementation; None for Hexad's own.
         memo: times of layers, for predictors of the same model on the same cluster.
         timelines: of schedules, for the same; schedules are kept by whoever shares these.
     """
 
     job: Job
     cluster: Cluster
-    system: Implementation = field(default_factory=lambda: implementation("hexad"))
+    system: Implementation | None = None
     memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
     timelines: dict[Any, Timeline] = field(default_factory=dict, repr=False)
 
     @cached_property
+    def implementation(self) -> Implementation:
+        """What computes it."""
+        return self.system or own_implementation(self.cluster.hardware)
+
+    @cached_property
     def rates(self) -> RankRates:
         """Seconds of single operations."""
-        return RankRates(self.job, self.cluster, self.system)
+        return RankRates(self.job, self.cluster, self.implementation)
 
     def layer(self, block: BlockSpec, parts: Parts, kind: str, split: bool) -> ActionTime:
         """An action of one layer."""
@@ -135,7 +140,7 @@ class Predictor:
                 reduce = self._state_seconds("reduce_scatter", axis, elements * job.run.reduced, units)
                 sent += reduce
         longer = time.device + sent
-        if self.system.weights == "overlapped":  # a collective beside computation slows both down
+        if self.implementation.weights == "overlapped":  # a collective beside computation slows both down
             slower = time.device + min(sent, time.device) * self.rates.taken
             longer = max(slower, sent * self.cluster.hardware.constants.overlap.slowdown) + first
         exposed = {**time.exposed, "data": time.exposed.get("data", 0.0) + longer - time.device}
@@ -156,8 +161,8 @@ class Predictor:
         times, absent = self.actions, ActionTime()
         seconds = {kind: [times.get((stage, kind), absent).seconds for stage in job.stages] for kind in KINDS}
         message = self.rates.message(job.run.stream(job.model.settings.hidden))
-        exposed = message if self.system.messages == "exposed" else 0.0
-        exposed += self.system.message_us * 1e-6
+        exposed = message if self.implementation.messages == "exposed" else 0.0
+        exposed += self.implementation.message_us * 1e-6
         key = (id(job.schedule), message, *(tuple(seconds[kind]) for kind in KINDS))
         if key not in self.timelines:
             nothing = (0.0,) * len(job.stages)
@@ -187,7 +192,7 @@ class Predictor:
         reduced = max(ends)
         update = max(self._update(rank) for rank in range(self.job.schedule.pipeline))
         weights = max(self._gathered(rank) for rank in range(self.job.schedule.pipeline))
-        besides = self.system.step_us * 1e-6
+        besides = self.implementation.step_us * 1e-6
         total = reduced + update + weights + besides
         return StepTime(total, timeline, self.actions, reduced - timeline.makespan, update, weights, besides)
 
@@ -206,7 +211,7 @@ class Predictor:
         for stage, place in sorted(lasts.items(), key=lambda item: item[1]):
             begin, finish = times[place]
             seconds, parts = self._reduction(stage)
-            if self.system.gradients == "exposed":
+            if self.implementation.gradients == "exposed":
                 free = max(free, end) + seconds
             else:  # buckets are complete one after the other
                 first = begin + (finish - begin) / parts
@@ -236,7 +241,7 @@ class Predictor:
         grids: tuple[Grid, ...] = ("dense", "expert")
         elements = sum(self._shard(rank, grid) for grid in grids)
         buckets = max(1, round(elements * job.run.gradient / job.bucket))
-        update = rates.kernels.passes(elements * job.update, 2 * buckets)
+        update = rates.kernels.update(elements * job.update, 2 * buckets)
         everyone = Collective("", "pipeline", "all_reduce", 4), Collective("", "gradient", "all_reduce", 4)
         norm = sum(rates.collective(one)[0] for one in everyone)
         return update + norm + _NORM * rates.collective_seconds
@@ -253,7 +258,7 @@ class Predictor:
                 nbytes = elements * job.run.byte
                 axis = "gradient" if grid == "dense" else "expert_data"
                 seconds += self._state_seconds("all_gather", axis, nbytes, max(1, round(nbytes / job.bucket)))
-        if self.system.weights == "exposed":
+        if self.implementation.weights == "exposed":
             return seconds
         beside = self.timeline.times[rank][0][0] + sum(self._seconds(stage, "F") for stage in stages)
         return max(0.0, seconds - beside)

@@ -45,7 +45,7 @@ class Gpu:
             errors that users of PyTorch (2.1 to 2.9) have published.
         capability: compute capability as PyTorch reports it.
         attainable: what programs reach; None where nobody has measured it.
-        vendor: ``nvidia`` or ``amd``.
+        vendor: ``nvidia``, ``amd`` or ``cpu``, of which few of these facts are known.
     """
 
     half: float
@@ -57,8 +57,8 @@ class Gpu:
 
     @property
     def bf16(self) -> bool:
-        """Whether it multiplies bf16 in hardware."""
-        return self.capability >= BF16_FROM
+        """Whether it multiplies bf16 in hardware; a CPU, whether that is faster."""
+        return self.half > self.single if self.vendor == "cpu" else self.capability >= BF16_FROM
 
     @property
     def fp8(self) -> bool:
@@ -79,7 +79,8 @@ def _gpu(hardware: Hardware) -> Gpu:
     if measured is not None:
         products = measured.products_tflops * 1e12
         attainable = Attainable(products, measured.attention * products, measured.copies_gb_per_s * 1e9)
-    half, single = (hardware.peaks_tflops[peak] * 1e12 for peak in ("bf16", "fp32"))
+    single = hardware.peaks_tflops["fp32"] * 1e12
+    half = hardware.peaks_tflops["bf16"] * 1e12 if "bf16" in hardware.peaks_tflops else single
     memory = {int(sold): usable for sold, usable in hardware.memory_gib.items()}
     return Gpu(half, single, memory, hardware.capability, attainable, hardware.vendor)
 
@@ -108,11 +109,11 @@ def named_gpu(name: str) -> tuple[Gpu, int] | None:
     """
     if name.endswith((".yaml", ".yml")):
         hardware = read_hardware(name)
-        for peak in ("bf16", "fp32"):
+        for peak in ("fp32",) if hardware.vendor == "cpu" else ("bf16", "fp32"):
             if peak not in hardware.peaks_tflops:
-                raise HexadError(f"{name}: peaks_tflops.{peak}: is missing; a GPU needs it here")
+                raise HexadError(f"{name}: peaks_tflops.{peak}: is missing; it is needed here")
         if not hardware.memory_gib:
-            raise HexadError(f"{name}: memory_gib: is missing; a GPU needs it here, such as {{80: 79.1}}")
+            raise HexadError(f"{name}: memory_gib: is missing; it is needed here, such as {{80: 79.1}}")
         gpu = _gpu(hardware)
         return gpu, int(max(gpu.memory.values()) * 2**30)
     known = hardware_names()

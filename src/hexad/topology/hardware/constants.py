@@ -69,6 +69,11 @@ class MemoryConstants(Settings):
     """Share of the memory bandwidth that large copies reach; measured on an H100 and an H200."""
     launch_us: NonNegativeFloat = 3.0
     """Microseconds of a kernel that hardly moves anything."""
+    half: Part | None = None
+    """Share of the memory bandwidth where activations have 16 bits, which CPUs widen; None for
+    ``bandwidth``."""
+    update: Part | None = None
+    """Share of the memory bandwidth that the optimizer's update reaches; None for ``bandwidth``."""
 
 
 class CollectiveConstants(Settings):

@@ -61,49 +61,58 @@ def _by_hand(base: Config, world: int, fixed: dict[str, Any]) -> Iterator[dict[s
             yield settings
 
 
-def _seconds(
-    base: Config, settings: dict[str, Any], micro: int, recompute: str, world: int, room: int
-) -> Any:
-    """Seconds of a step; None if it is refused or does not fit."""
+def _seconds(base: Config, settings: dict[str, Any], micro: int, memory: dict[str, Any], world: int) -> Any:
+    """Seconds of a step, and bytes of a GPU; None if it is refused."""
     update = {
         "parallel": base.parallel.model_copy(update={**settings, "data": "auto"}),
         "batch": base.batch.model_copy(update={"micro": micro}),
-        "memory": base.memory.model_copy(update={"recompute": recompute}),
+        "memory": base.memory.model_copy(update=memory),
     }
     config = base.model_copy(update=update)
     try:
         resolved = resolve(config, Layout.from_settings(config.parallel, world))
     except ConfigError:
         return None
-    total = largest(per_pipeline_rank(resolved)).total
-    if device_memory(total, resolved).total > room:
-        return None
-    return Predictor(Job.of(resolved), Cluster(load_hardware("h100"), world)).step.total
+    nbytes = device_memory(largest(per_pipeline_rank(resolved)).total, resolved).total
+    return Predictor(Job.of(resolved), Cluster(load_hardware("h100"), world)).step.total, nbytes
+
+
+def _memories(layers: tuple[int, ...], offload: bool) -> Iterator[dict[str, Any]]:
+    """What is traded for memory: all layers of a stage recompute, or so many."""
+    for place in ("none", "optimizer") if offload else ("none",):
+        yield {"recompute": "none", "offload": place}
+        for kind, number in product(("selective", "full"), ("all", *layers)):
+            yield {"recompute": kind, "recompute_layers": number, "offload": place}
+
+
+FIXED = {"parallel.context": 1, "parallel.virtual_stages": 1}
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "sequences", "gib", "fixed"),
+    ("model", "world", "sequences", "gib", "fixed", "layers", "offload"),
     [
-        (DENSE, 4, 8, 21, {"parallel.context": 1, "parallel.zero": 1, "parallel.virtual_stages": 1}),
+        (DENSE, 4, 8, 21, {**FIXED, "parallel.zero": 1}, (2,), False),
+        pytest.param(DENSE, 4, 32, 79, FIXED, (3,), False, marks=pytest.mark.slow),
         pytest.param(
-            DENSE, 4, 32, 79, {"parallel.context": 1, "parallel.virtual_stages": 1}, marks=pytest.mark.slow
-        ),
-        pytest.param(DENSE, 4, 32, 21, {"parallel.context": 1, "parallel.zero": 1}, marks=pytest.mark.slow),
-        pytest.param(
-            DENSE, 8, 16, 30, {"parallel.schedule": "interleaved", "parallel.zero": 3}, marks=pytest.mark.slow
+            DENSE, 4, 32, 21, {**FIXED, "parallel.zero": 1}, (1, 2, 3, 5), True, marks=pytest.mark.slow
         ),
         pytest.param(
-            MIXTURE,
-            8,
-            32,
-            40,
-            {"parallel.context": 1, "parallel.zero": 1, "parallel.virtual_stages": 1},
+            *(DENSE, 8, 16, 30, {"parallel.schedule": "interleaved", "parallel.zero": 3}, (1,), False),
             marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MIXTURE, 8, 32, 40, {**FIXED, "parallel.zero": 1}, (1, 2), False, marks=pytest.mark.slow
         ),
     ],
 )
 def test_nothing_better_exists(
-    model: dict[str, Any], world: int, sequences: int, gib: int, fixed: dict[str, Any]
+    model: dict[str, Any],
+    world: int,
+    sequences: int,
+    gib: int,
+    fixed: dict[str, Any],
+    layers: tuple[int, ...],
+    offload: bool,
 ) -> None:
     """Of all layouts with the default order and without replicas, each resolved, predicted and checked."""
     base = _config(model, sequences)
@@ -111,19 +120,26 @@ def test_nothing_better_exists(
     base = base.model_copy(update={"parallel": base.parallel.model_copy(update=names)})
     micros, room = (1, 2), gib * 2**30
     cluster = Cluster(load_hardware("h100"), world)
-    keys = frozenset(fixed) | {"parallel.order", "parallel.replicas", "parallel.context_method"}
+    keys = {"order", "replicas", "context_method", "split", "tensor_chunks"}
+    keys = {f"parallel.{name}" for name in keys} | set(fixed) | {"batch.micro"}
     best = []
     for micro in micros:
         one = base.model_copy(update={"batch": base.batch.model_copy(update={"micro": micro})})
-        best += Search(one, cluster, room, keys | {"batch.micro"}).best(1)
+        names_fixed = frozenset(keys if offload else {*keys, "memory.offload"})
+        best += Search(one, cluster, room, names_fixed).best(1)
+    fastest = min(best, key=lambda candidate: candidate.step.total)
     expected = [
-        seconds
+        found[0]
         for settings in _by_hand(base, world, names)
         for micro in micros
-        for recompute in ("none", "selective", "full")
-        if (seconds := _seconds(base, settings, micro, recompute, world, room)) is not None
+        for memory in _memories(layers, offload)
+        if (found := _seconds(base, settings, micro, memory, world)) is not None and found[1] <= room
     ]
-    assert min(candidate.step.total for candidate in best) == pytest.approx(min(expected), rel=1e-3)
+    assert fastest.step.total <= min(expected) * (1 + 1e-3)
+    config = fastest.resolved.config
+    settings = config.parallel.model_dump()
+    again = _seconds(base, settings, config.batch.micro, config.memory.model_dump(), world)
+    assert again == (pytest.approx(fastest.step.total), fastest.device.total) and again[1] <= room
 
 
 def test_what_is_fixed_stays() -> None:

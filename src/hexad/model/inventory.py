@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from hexad.config.model import ModelSettings
 from hexad.parallel.inventory import (
@@ -142,6 +143,11 @@ class StageSpec:
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Its layers, with names from each layer on: layers of the same sizes are equal."""
         return tuple(self.model.layer(number) for number in self.layers)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[BlockSpec, int], ...]:
+        """Its layers as runs of equal ones, and how many each has."""
+        return tuple((block, len(list(run))) for block, run in groupby(self.blocks))
 
     @cached_property
     def input_reached(self) -> bool:

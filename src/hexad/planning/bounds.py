@@ -6,41 +6,36 @@ They are those of a pipeline whose stages are equal, from what the whole model t
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any, NamedTuple
 
+from hexad.config import Config, ConfigError
 from hexad.model.block_inventory import BlockSpec
-from hexad.model.inventory import StageSpec
-from hexad.model.recompute_inventory import Parts
-from hexad.topology.layout import Layout
+from hexad.model.inventory import ModelInventory, StageSpec
+from hexad.model.recompute_inventory import Parts, Recompute
+from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.schedules.published import V_SHAPED
+from hexad.topology.layout import DEFAULT_ORDER, Layout
 
+from .choices import Choices, Grid, Pipeline, Sharding
+from .device_memory import Room
+from .implementation import Implementation
+from .job import Job, stages_of
 from .links import Cluster
+from .memory import execution, predict
+from .rates import RankRates
+from .resolve import resolved_parallel, tensor_chunks
 from .step_time import Predictor
+from .timeline import ActionTime
 
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are actions of their own."""
-
-
-class Grid(NamedTuple):
-    """What a layer's kernels depend on."""
-
-    tensor: int
-    context: int
-    method: str
-    expert: int
-    expert_tensor: int
-    micro: int
-
-
-class Pipeline(NamedTuple):
-    """What a schedule depends on, besides the microbatches; and the level of sharding."""
-
-    pipeline: int
-    virtual: int
-    schedule: str
-    zero: int
-
+_SLACK = 0.97
+"""Part of what ``1f1b`` needs that other schedules need at the least."""
 
 Sent = tuple[float, float]
 """Seconds of gathering all weights, and of reducing all gradients."""
@@ -96,10 +91,20 @@ class Times:
         return min(map(sum, times))
 
     @cached_property
+    def besides(self) -> float:
+        """Seconds of both passes in what the last stage computes besides layers."""
+        stage = replace(self._stage, layers=range(0), first=False)
+        return sum(self.predictor.action(stage, kind, False).seconds for kind in ("F", "BW"))
+
+    @cached_property
     def kept(self) -> int:
         """Bytes from forward to backward."""
+        return self.kept_by(self._stage.blocks)
+
+    def kept_by(self, blocks: Sequence[BlockSpec]) -> int:
+        """Bytes that layers keep from forward to backward."""
         run = self.predictor.job.run
-        kept = (number * block.kept(run, self._parts).total() for block, number in self._layers.items())
+        kept = (number * block.kept(run, self._parts).total() for block, number in Counter(blocks).items())
         return sum(kept)
 
     @cached_property
@@ -108,19 +113,9 @@ class Times:
         moments = self._stage.blocks[-1].backward(self.predictor.job.run, self._parts, False)
         return max(0, *(moment.needed for moment in moments))
 
-    @cached_property
-    def loss(self) -> int:
-        """Bytes when the loss is computed: with what is kept."""
-        head = self._stage.head
-        return 0 if head is None else self.kept + head.loss(self.predictor.job.run)[0]
-
-    def seconds(self, choice: Pipeline, sent: Sent) -> tuple[float, ...]:
-        """Seconds of a microbatch's actions, beside what is sent over the data axis."""
-        gather, reduce = sent
-        if choice.schedule in SPLIT:
-            first, input_, weight = self.split
-            return max(first, gather), max(input_, gather), max(weight, reduce)
-        return max(self.forward, gather), max(self.backward, gather + reduce)
+    def seconds(self, choice: Pipeline) -> tuple[float, ...]:
+        """Seconds of a microbatch's actions: F, B and W where the schedule has these, else F and BW."""
+        return self.split if choice.schedule in SPLIT else (self.forward, self.backward)
 
 
 @dataclass
@@ -137,21 +132,36 @@ class Kernels:
     elements: dict[Any, int]
     predictor: Predictor
 
-    def least(self, times: Times, choice: Pipeline, layout: Layout, microbatches: int) -> float:
+    def least(self, choice: Pipeline, layout: Layout) -> Needs:
         """Bytes on the first pipeline rank at the least: of parameters, gradients, optimizer and activations,
         and of what a layer needs for a moment."""
-        run, zero, model = self.predictor.job.run, choice.zero, self.predictor.job.model.settings
-        part = (model.layers // choice.pipeline) / model.layers
+        layers = self.predictor.job.model.settings.layers
+        return self._needs(choice, layout, (layers // choice.pipeline) / layers, 0)
+
+    def average(self, choice: Pipeline, layout: Layout) -> Needs:
+        """The same of ranks that have equal parts of the model."""
+        return self._needs(choice._replace(schedule="1f1b"), layout, _SLACK / choice.pipeline, 0)
+
+    def _needs(self, choice: Pipeline, layout: Layout, part: float, rank: int) -> Needs:
+        run, zero, layers = self.predictor.job.run, choice.zero, self.predictor.job.model.settings.layers
         state, layer = 0.0, 0.0
         for grid, elements in self.elements.items():
             shards = layout.state_ranks[grid]
             state += part * elements * run.byte * (zero < 3)
             state += part * elements * run.gradient / (shards if zero >= 2 else 1)
-            state += part * elements * 3 * run.wide / (shards if zero else 1)
-            layer += elements / model.layers
-        moment = times.moment + layer * (run.gradient * (zero >= 2) + 2 * run.byte * (zero == 3))
-        kept = part * in_flight(choice, microbatches) * times.kept
-        return state + max(kept + moment, times.loss if choice.pipeline == 1 else 0)
+            state += part * elements * 3 * run.wide / (shards if zero else 1) * (not choice.offload)
+            layer += elements / layers
+        moment = min(times.moment for times in self.times.values())
+        moment += int(layer * (run.gradient * (zero >= 2) + 2 * run.byte * (zero == 3)))
+        return Needs(rank, state + moment, {kind: part * times.kept for kind, times in self.times.items()})
+
+    def update(self, choice: Pipeline, layout: Layout) -> float:
+        """Seconds of the update at the least, where it is the host's; those on the device are not counted."""
+        if not choice.offload:
+            return 0.0
+        shards = {grid: ranks if choice.zero else 1 for grid, ranks in layout.state_ranks.items()}
+        elements = sum(elements / shards[grid] for grid, elements in self.elements.items())
+        return self.predictor.rates.kernels.update_on_host(elements / choice.pipeline)
 
     def sent(self, zero: int, layout: Layout, cluster: Cluster) -> Sent:
         """Seconds of what is sent over the data axis for a microbatch."""
@@ -162,17 +172,39 @@ class Kernels:
             part = self.elements[grid] / layers
             gather += layers * cluster.seconds("all_gather", part * run.byte, group) * (zero == 3)
             reduce += layers * cluster.seconds("reduce_scatter", part * run.reduced, group)
-        slower = cluster.hardware.constants.overlap.slowdown
-        return gather * slower, reduce * slower
+        return gather, reduce
 
 
-def in_flight(choice: Pipeline, microbatches: int) -> float:
-    """Microbatches of all the rank's layers that the first rank holds at the least."""
-    pipeline, most = choice.pipeline, float(choice.pipeline)
+def beside(seconds: tuple[float, ...], sent: Sent, rates: RankRates) -> tuple[float, ...]:
+    """Seconds of a microbatch's actions, beside what is sent over the data axis; both slow each other
+    down."""
+    gather, reduce = sent
+    slower = rates.cluster.hardware.constants.overlap.slowdown
+    each = (gather, gather + reduce) if len(seconds) == 2 else (gather, gather, reduce)
+    return tuple(
+        max(time + rates.taken * min(time, besides), besides * slower) for time, besides in zip(seconds, each)
+    )
+
+
+def _slowest(layers: int, pipeline: int, layer: float, again: float, besides: float) -> float:
+    """Seconds of a microbatch on the slowest rank at the least: one has the head, others whole layers, in
+    which they recompute for ``again`` seconds."""
+    if pipeline == 1:
+        return layers * layer + besides
+    most = -(-layers // pipeline)
+    return min(
+        max(-(-(layers - count) // (pipeline - 1)) * layer + again, count * layer + besides)
+        for count in range(max(0, most - int(besides / layer) - 2), most + 1)
+    )
+
+
+def in_flight(choice: Pipeline, microbatches: int, rank: int) -> float:
+    """Microbatches of all its layers that a rank holds at the least."""
+    pipeline, most = choice.pipeline, float(choice.pipeline - rank)
     if choice.schedule == "zb_h2":
-        most = 2.0 * pipeline - 1
+        most = 2.0 * most - 1
     elif choice.schedule == "interleaved":
-        most = pipeline + (pipeline - 1) / choice.virtual
+        most += (pipeline - 1 - rank) / choice.virtual
     return min(float(microbatches), most)
 
 
@@ -185,3 +217,194 @@ def idle(choice: Pipeline, seconds: tuple[float, ...]) -> float:
     if choice.schedule == "zb_h1":  # F + B - W
         return max(0.0, seconds[0] + seconds[1] - seconds[2]) / sum(seconds)
     return 0.0
+
+
+class Needs(NamedTuple):
+    """Bytes that a pipeline rank needs at the least.
+
+    Attributes:
+        rank: its number.
+        rest: of everything but ``kept``.
+        kept: of a microbatch from forward to backward, by kind of recompute.
+    """
+
+    rank: int
+    rest: float
+    kept: Mapping[str, float]
+
+    def part(self, recompute: str, choice: Pipeline, microbatches: int, room: float) -> float:
+        """The part of its layers that must recompute at the least; infinite if all are too few."""
+        held = in_flight(choice, microbatches, self.rank)
+        all_, none = (self.rest + held * self.kept[kind] for kind in (recompute, next(iter(self.kept))))
+        if all_ > room:
+            return inf
+        return max(0.0, none - room) / (none - all_) if all_ < none else 0.0
+
+
+class Bound(NamedTuple):
+    """What a kind of recompute takes at the least.
+
+    Attributes:
+        seconds: of a step.
+        part: of the layers that recompute.
+    """
+
+    seconds: float
+    part: float
+
+
+@dataclass
+class Bounds:
+    """The bounds of a search.
+
+    Attributes:
+        choices: what is searched.
+        cluster: where the job is to run.
+        room: of its GPUs.
+        system: what computes it; None for Hexad's own.
+        memo: times of layers.
+    """
+
+    choices: Choices
+    cluster: Cluster
+    room: Room
+    system: Implementation | None = None
+    memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
+    _grids: dict[Grid, Kernels] = field(default_factory=dict, repr=False)
+    _needed: dict[tuple[Grid, Pipeline], list[Needs]] = field(default_factory=dict, repr=False)
+    _data: dict[tuple[Grid, int, int], Sent] = field(default_factory=dict, repr=False)
+
+    def grid(self, grid: Grid) -> float:
+        """Seconds of a step if a pipeline were perfect and nothing were sent over the data axis."""
+        times = next(iter(self._kernels(grid).times.values()))  # that recomputes the least
+        base = self.choices.base.batch.global_
+        microbatches = base * grid.tensor * grid.context / (grid.micro * self.choices.world)
+        return (times.forward + times.backward) * microbatches
+
+    def _kernels(self, grid: Grid) -> Kernels:
+        if grid not in self._grids:
+            self._grids[grid] = self._measured(grid)
+        return self._grids[grid]
+
+    def _measured(self, grid: Grid) -> Kernels:
+        """What the whole model takes for a microbatch on one pipeline rank, by recompute."""
+        config = self.choices.config(grid, Pipeline(1, 1, "1f1b", 0))
+        layout = Layout.from_settings(config.parallel, self.choices.world)
+        run = execution(_with_chunks(config, layout), layout)
+        model = ModelInventory(config.model, config.parallel.sequence_parallel, grid.tensor)
+        schedule = build_schedule("1f1b", 1, 1)
+        stages, elements = stages_of(model, layout, (range(config.model.layers),), schedule)
+        times = {}
+        for recompute in self.choices.recomputes:
+            kind = Recompute(recompute)  # type: ignore[arg-type]
+            job = Job(model, layout, run, kind, schedule, stages, elements)
+            predictor = Predictor(job, self.cluster, self.system, self.memo)
+            times[recompute] = Times(predictor)
+        return Kernels(times, elements[0], predictor)
+
+    def of(self, grid: Grid, choice: Pipeline, tight: bool = False) -> dict[str, Bound]:
+        """What a step takes at the least, by recompute: of stages as equal as whole layers allow, with the
+        schedule's bubble, in which as few layers recompute as may fit. Without those that do not fit, and
+        those that recompute more than one that fits without.
+
+        Args:
+            grid, choice: the layout.
+            tight: memory is predicted exactly, for ``1f1b``, which holds no more than other schedules.
+        """
+        choices, kernels = self.choices, self._kernels(grid)
+        layout = choices.layout(grid, choice.pipeline)
+        room, sent = self.room.most(layout), self._sent(grid, choice, layout)
+        update, bounds = kernels.update(choice, layout), {}
+        needs = self._needs(grid, choice) if tight else [kernels.least(choice, layout)]
+        microbatches = choices.microbatches(grid, choice.pipeline)
+        for recompute, times in kernels.times.items():
+            parts = [need.part(recompute, choice, microbatches, room) for need in needs]
+            part = max(parts, default=inf)
+            if part > 1:
+                continue
+            if not choices.some_layers:
+                part = 1.0 if choices.base.memory.recompute_layers == "all" else 0.0
+            plain = next(iter(kernels.times.values()))
+            seconds = update + self._seconds(choice, plain, times, part, sent, layout)
+            bounds[recompute] = Bound(seconds, part)
+            if choices.some_layers and not part:
+                break
+        return bounds
+
+    def _needs(self, grid: Grid, choice: Pipeline) -> list[Needs]:
+        """What ranks need if the schedule is ``1f1b`` and as little as possible recomputes: the first one,
+        and the second one, which may have more layers; none if that is refused."""
+        plain = choice._replace(schedule="1f1b", virtual=1)
+        if (grid, plain) not in self._needed:
+            self._needed[grid, plain] = []
+            with suppress(ConfigError):
+                self._needed[grid, plain] = list(self._predicted(grid, plain))
+        needs = self._needed[grid, plain]
+        if choice.schedule in ("1f1b", "zb_h1", "zb_h2") or not needs:
+            return needs
+        # In other schedules all ranks hold as much as the first one, or nearly.
+        layout = self.choices.layout(grid, choice.pipeline)
+        return [needs[0], self._kernels(grid).average(choice, layout)]
+
+    def _predicted(self, grid: Grid, plain: Pipeline) -> Iterator[Needs]:
+        choices, kernels = self.choices, self._kernels(grid)
+        few = min(choices.microbatches(grid, plain.pipeline), plain.pipeline + 1)
+        resolved = choices.resolved(grid, plain, few)
+        variant = choices.variant(resolved, Sharding(1, DEFAULT_ORDER, choices.recomputes[0]))
+        if variant is None:
+            return
+        ranks = next(resolved.layout.iter_groups("pipeline"))
+        for number, rank in enumerate(ranks[:2]):
+            parts = choices.parts(resolved, number)
+            blocks = [block for stage in parts.stages.values() for block in stage.blocks]
+            kept = {kind: times.kept_by(blocks) for kind, times in kernels.times.items()}
+            held = min(few, plain.pipeline - number) * kept[choices.recomputes[0]]
+            nbytes = predict(variant, rank, parts=parts).total - held
+            yield Needs(number, _SLACK * nbytes, {kind: _SLACK * size for kind, size in kept.items()})
+
+    def _seconds(
+        self, choice: Pipeline, plain: Times, times: Times, part: float, sent: Sent, layout: Layout
+    ) -> float:
+        """Seconds of a step in which a part of the layers recomputes."""
+
+        def mixed(without: float, all_: float) -> float:
+            return (1 - part) * without + part * all_
+
+        choices, pipeline = self.choices, choice.pipeline
+        layers, virtual = choices.base.model.layers, 2 if choice.schedule in V_SHAPED else choice.virtual
+        microbatches = choices.base.batch.global_ // (
+            layout.degrees["data"] * plain.predictor.job.run.sequences
+        )
+        alone = tuple(map(mixed, plain.seconds(choice), times.seconds(choice)))
+        seconds = beside(alone, sent, plain.predictor.rates)
+        per_rank = sum(seconds) / pipeline
+        per_rank += 2 * sent[0] / layers * virtual  # the first layer's have nothing beside them
+        again = part * layers / pipeline * (times.layer - plain.layer)
+        slowest = max(per_rank, _slowest(layers, pipeline, plain.layer, again, plain.besides))
+        bubble = (pipeline - 1) * per_rank * idle(choice, seconds)
+        # The first microbatch reaches the last stage through all others, as the last gradient does the
+        # first.
+        stages = pipeline * virtual
+        chain = (stages - 1 + microbatches) / stages * sum(seconds[:2])
+        return max(microbatches * slowest + bubble, chain)
+
+    def _sent(self, grid: Grid, choice: Pipeline, layout: Layout) -> Sent:
+        """Seconds of what is sent over the data axis for a microbatch of the whole model, in the better of
+        both rank orders."""
+        key = grid, choice.pipeline, choice.zero
+        if choice.zero < 2 or layout.gradient_ranks == 1:
+            return 0.0, 0.0
+        if key not in self._data:
+            times = []
+            for order in self.choices.orders(layout):
+                other = replace(layout, order=order)
+                times.append(self._kernels(grid).sent(choice.zero, other, self.cluster))
+            self._data[key] = min(times, key=sum)
+        return self._data[key]
+
+
+def _with_chunks(config: Config, layout: Layout) -> Config:
+    parallel = resolved_parallel(config, layout)
+    if parallel.tensor_chunks == "auto":
+        parallel = parallel.model_copy(update={"tensor_chunks": tensor_chunks(config, layout)})
+    return config.model_copy(update={"parallel": parallel})

@@ -4,7 +4,8 @@ torch."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hexad.topology.layout import Layout
 
@@ -46,6 +47,10 @@ class DeviceMemory(NamedTuple):
         """The same with other tensors. Without a context it is a CPU, whose allocator keeps nothing."""
         return self._replace(tensors=tensors, reserved=int(_RESERVED * tensors) if self.context else 0)
 
+    def room(self, capacity: int) -> float:
+        """Bytes of tensors that fit on a device of so many bytes."""
+        return (capacity - self.context - self.communicators) / (1 + (_RESERVED if self.context else 0.0))
+
     @property
     def figures(self) -> dict[str, int]:
         """The three numbers that tools report: PyTorch's peaks of allocated and of reserved memory, and what
@@ -75,3 +80,35 @@ def least_device_memory(tensors: int, layout: Layout) -> DeviceMemory:
 def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
     buffers = sum(_EXCHANGE if one.exchanges else _COMMUNICATOR for one in used)
     return DeviceMemory(0, 0, _CONTEXT, buffers).holding(tensors)
+
+
+@dataclass
+class Room:
+    """What fits on a device.
+
+    Attributes:
+        capacity: bytes of its memory.
+        cpu: it is a CPU's.
+    """
+
+    capacity: int
+    cpu: bool
+    _devices: dict[Any, DeviceMemory] = field(default_factory=dict, repr=False)
+
+    def device(self, resolved: Resolved, tensors: int) -> DeviceMemory:
+        """What it holds with tensors of so many bytes."""
+        settings = resolved.config.parallel
+        key = resolved.layout, settings.zero, settings.replicas, settings.context_method
+        if key not in self._devices:
+            self._devices[key] = device_memory(0, resolved)
+        return self._devices[key].holding(tensors)
+
+    def fits(self, resolved: Resolved, tensors: int) -> bool:
+        """Whether tensors of so many bytes fit."""
+        return self.device(resolved, tensors).total <= self.capacity
+
+    def most(self, layout: Layout) -> float:
+        """Bytes of tensors that may fit, in any configuration with a layout."""
+        if layout not in self._devices:
+            self._devices[layout] = HOST if self.cpu else least_device_memory(0, layout)
+        return self._devices[layout].room(self.capacity)

@@ -36,6 +36,10 @@ all). On an H100, weight gradients of 1,024, 2,048, 4,096 and 16,384 tokens, add
 288 and 1,033 us; the products alone would take 74, 145, 270 and 1,050, the traffic 52."""
 
 
+_HOST_UPDATE = 28.0
+"""Bytes that PyTorch's fused AdamW reads and writes for a parameter: seven values of 32 bits."""
+
+
 class _Shape(NamedTuple):
     """``groups`` products [m, k] x [k, n] of equal shape, whose sizes may be fractions."""
 
@@ -206,6 +210,11 @@ class Kernels:
     def update(self, nbytes: float, kernels: int = 1) -> float:
         """Seconds of an optimizer's update that moves so many bytes, in so many kernels."""
         return self._moving(nbytes, kernels, self.hardware.constants.memory.update)
+
+    def update_on_host(self, elements: float) -> float:
+        """Seconds of an optimizer's update of state in the host's memory; meanwhile gradients arrive and new
+        values leave."""
+        return elements * _HOST_UPDATE / (self.hardware.constants.host.update_gb_per_s * 1e9)
 
     def beside_collective(self) -> Kernels:
         """The same device while a collective takes some of its multiprocessors."""

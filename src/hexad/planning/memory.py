@@ -109,7 +109,8 @@ def _predict(
     buckets = rank_buckets(config, layout, held)
     numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
     recompute = Recompute.from_settings(config.memory)
-    memory = {number: StageMemory(stage, run, recompute, numbers) for number, stage in stages.items()}
+    split = short.schedule.split_backward
+    memory = {number: StageMemory(stage, run, recompute, numbers, split) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
     peak = max(peak, _update(buckets, run, config), key=lambda peak: peak.total)
@@ -234,13 +235,16 @@ def largest(ranks: Sequence[MemoryPlan]) -> MemoryPlan:
     return max(ranks, key=lambda plan: plan.total)
 
 
-def per_pipeline_rank(resolved: Resolved, load: float | None = None) -> list[MemoryPlan]:
+def per_pipeline_rank(
+    resolved: Resolved, load: float | None = None, parts: Sequence[RankParts] | None = None
+) -> list[MemoryPlan]:
     """One rank's plan for every pipeline coordinate; along the other axes ranks do not differ. ``load`` as in
-    :func:`execution`."""
+    :func:`execution`; ``parts`` of all pipeline ranks, if they are at hand."""
     short = shortened(resolved.plan.schedule)
     orders = transfers(short.schedule, resolved.plan.costs)
     ranks = next(resolved.layout.iter_groups("pipeline"))
-    return [_predict(resolved, rank, short, orders, load) for rank in ranks]
+    held = [None] * len(ranks) if parts is None else parts
+    return [_predict(resolved, rank, short, orders, load, own) for rank, own in zip(ranks, held)]
 
 
 def expert_loads(resolved: Resolved) -> dict[str, int]:

@@ -22,7 +22,7 @@ from .device_memory import device_memory
 from .job import Job
 from .links import Cluster
 from .memory import largest, per_pipeline_rank
-from .resolve import resolve, with_dtype
+from .resolve import resolve, tensor_chunks, with_dtype
 from .search import Candidate, Point, Search
 from .step_time import Predictor
 
@@ -214,6 +214,11 @@ class Plan:
             for name, value in getattr(theirs, group).model_dump(mode="json", by_alias=True).items():
                 if value != before[name] and (group, name) not in _RESOLVED:
                     settings[f"{group}.{name}"] = value
+        chunks = theirs.parallel.tensor_chunks
+        if ours.parallel.tensor_chunks == "auto" and chunks != tensor_chunks(
+            theirs, candidate.resolved.layout
+        ):
+            settings["parallel.tensor_chunks"] = chunks
         return settings
 
     def tree(self, candidate: Candidate) -> dict[str, Any]:

@@ -200,11 +200,12 @@ class Peak:
 class StageMemory:
     """What a stage's actions hold and need, computed once.
 
-    ``recompute``: what its layers recompute; ``numbers``: those of its parameters on the rank, by name.
+    ``recompute``: what its layers recompute; ``numbers``: those of its parameters on the rank, by name;
+    ``split``: the schedule has weight gradients as actions of their own.
     """
 
     def __init__(
-        self, stage: StageSpec, run: Execution, recompute: Recompute, numbers: Mapping[str, int]
+        self, stage: StageSpec, run: Execution, recompute: Recompute, numbers: Mapping[str, int], split: bool
     ) -> None:
         self.stage, self.run = stage, run
         self.stream = run.stream(stage.model.settings.hidden)
@@ -217,8 +218,10 @@ class StageMemory:
         }
         self.numbers = numbers
         self.leftover: list[int] = []  # parameters whose product a ``B`` sets aside and leaves to its ``W``
-        self.moments = {split: list(self._backward(split)) for split in (False, True)}
-        self.weight_moments = list(self._weights())
+        self.moments = {
+            apart: list(self._backward(apart)) for apart in ((False, True) if split else (False,))
+        }
+        self.weight_moments = list(self._weights()) if split else []
         self.operand_bytes = self.operands.total()
 
     @property

@@ -15,6 +15,7 @@ from hexad.model.block_inventory import BlockSpec
 from hexad.model.inventory import StageSpec
 from hexad.model.recompute_inventory import Parts
 from hexad.parallel.inventory import Collective, Grid
+from hexad.parallel.pipeline.partition import LayerCosts
 from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 
 from .implementation import Implementation, own_implementation
@@ -92,7 +93,12 @@ class Predictor:
 
     def action(self, stage: StageSpec, kind: str, split: bool) -> ActionTime:
         """An action of a stage, without what is sent over the data axis."""
-        job, total = self.job, ActionTime()
+        job = self.job
+        key = (stage.runs, stage.unreached, stage.first, stage.last, job.recompute, kind, split)
+        place = (key, self.rates.places)
+        if place in self.memo:
+            return self.memo[place]
+        total = ActionTime()
         layers = Counter(
             layer
             for number, layer in enumerate(stage.recomputing(job.recompute))
@@ -100,12 +106,27 @@ class Predictor:
         )
         for (block, parts), count in layers.items():
             total += self.layer(block, parts, kind, split).times(count)
-        key = (stage.first, stage.last, kind, split, self.rates.places)
-        if key not in self.memo:
-            parts_of_stage = (stage.before_layers(job.run), stage.after_layers(job.run))
-            times = [action_time(part.of(kind), self.rates) for part in parts_of_stage]
-            self.memo[key] = times[0] + times[1]
-        return total + self.memo[key]
+        for part in (stage.before_layers(job.run), stage.after_layers(job.run)):
+            total += action_time(part.of(kind), self.rates)
+        self.memo[place] = total
+        return total
+
+    @cached_property
+    def layer_costs(self) -> LayerCosts:
+        """Seconds of a microbatch in each layer, and in what the first and the last stage do besides."""
+        job, split, stages = self.job, self.job.schedule.split_backward, list(self.job.stages.values())
+        kinds = ("F", "B", "W") if split else ("F", "BW")
+        layers: list[float] = []
+        for stage in stages:
+            for block, parts in stage.recomputing(job.recompute):
+                layers.append(sum(self.layer(block, parts, kind, split).seconds for kind in kinds))
+
+        def besides(stage: StageSpec) -> float:
+            count = len(stage.layers)
+            within = sum(layers[:count] if stage.first else layers[len(layers) - count :])
+            return max(0.0, sum(self.action(stage, kind, split).seconds for kind in kinds) - within)
+
+        return LayerCosts(besides(stages[0]), tuple(layers), besides(stages[-1]))
 
     @cached_property
     def actions(self) -> dict[tuple[int, str], ActionTime]:
@@ -115,7 +136,7 @@ class Predictor:
         times: dict[tuple[int, str], ActionTime] = {}
         alike: dict[tuple[object, ...], dict[str, ActionTime]] = {}
         for number, stage in job.stages.items():
-            key = (len(stage.layers), stage.first, stage.last, stage.unreached, stage.blocks)
+            key = (stage.runs, stage.first, stage.last, stage.unreached)
             if key not in alike:
                 alike[key] = {kind: self._with_state(number, kind, split) for kind in kinds}
             times |= {(number, kind): time for kind, time in alike[key].items()}
@@ -188,10 +209,9 @@ class Predictor:
     def step(self) -> StepTime:
         """The step."""
         timeline = self.timeline
-        ends = [self._reduced(rank) for rank in range(self.job.schedule.pipeline)]
-        reduced = max(ends)
-        update = max(self._update(rank) for rank in range(self.job.schedule.pipeline))
-        weights = max(self._gathered(rank) for rank in range(self.job.schedule.pipeline))
+        ranks = range(self.job.schedule.pipeline)
+        reduced = max(map(self._reduced, ranks))
+        update, weights = max(map(self._update, ranks)), max(map(self._gathered, ranks))
         besides = self.implementation.step_us * 1e-6
         total = reduced + update + weights + besides
         return StepTime(total, timeline, self.actions, reduced - timeline.makespan, update, weights, besides)
@@ -241,7 +261,10 @@ class Predictor:
         grids: tuple[Grid, ...] = ("dense", "expert")
         elements = sum(self._shard(rank, grid) for grid in grids)
         buckets = max(1, round(elements * job.run.gradient / job.bucket))
-        update = rates.kernels.update(elements * job.update, 2 * buckets)
+        if job.offload:
+            update = rates.kernels.update_on_host(elements)
+        else:
+            update = rates.kernels.update(elements * job.update, 2 * buckets)
         everyone = Collective("", "pipeline", "all_reduce", 4), Collective("", "gradient", "all_reduce", 4)
         norm = sum(rates.collective(one)[0] for one in everyone)
         return update + norm + _NORM * rates.collective_seconds

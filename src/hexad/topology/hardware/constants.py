@@ -126,6 +126,10 @@ class HostConstants(Settings):
     """Microseconds per operator call; 7 to 15 on that host, 36 on a slow one."""
     collective_us: NonNegativeFloat = 45.0
     """Microseconds per collective call; 20 to 70 on that host, 89 on a slow one."""
+    update_gb_per_s: PositiveFloat = 20.0
+    """GB/s that an optimizer's update of state in the host's memory reads and writes, for each GPU.
+    DeepSpeed's CPU-Adam updates 4.5e9 parameters a second on both processors of a node (Ren et al., USENIX
+    ATC 2021, table 4): 126 GB/s, of which eight GPUs have 16 each; newer hosts have more."""
 
 
 class Constants(Settings):

@@ -1,0 +1,292 @@
+"""Layouts that there are for a model on a cluster, and their configurations. No torch.
+
+They are chosen in three steps: what a layer's kernels depend on (:class:`Grid`), what the schedule depends on
+(:class:`Pipeline`), and what concerns memory and the data axis only (:class:`Sharding`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple
+
+from hexad.config import Config, ConfigError
+from hexad.parallel.pipeline.schedules.published import V_SHAPED
+from hexad.topology.layout import DEFAULT_ORDER, Layout
+
+from .checks import check_config
+from .memory import RankParts
+from .resolve import Resolved, resolve
+
+_SHORTEST = 1024
+"""Tokens of a sequence that a context rank has at the least."""
+_WIDEST = 8
+"""Tensor ranks at most."""
+_OFFLOAD = {False: "none", True: "optimizer"}
+RECOMPUTES = ("none", "selective", "full")
+"""Kinds of recompute, in the order of what they compute again."""
+
+
+class Grid(NamedTuple):
+    """What a layer's kernels depend on."""
+
+    tensor: int
+    context: int
+    method: str
+    expert: int
+    expert_tensor: int
+    micro: int
+
+
+class Pipeline(NamedTuple):
+    """What a schedule depends on, besides the microbatches; the level of sharding; and whether the
+    optimizer's state is in the host's memory."""
+
+    pipeline: int
+    virtual: int
+    schedule: str
+    zero: int
+    offload: bool = False
+
+
+class Sharding(NamedTuple):
+    """What concerns memory and the data axis only.
+
+    Attributes:
+        replicas, order: as the settings.
+        recompute: one of :data:`RECOMPUTES`.
+        layers: of each stage that do so; None for all.
+    """
+
+    replicas: int
+    order: str
+    recompute: str = "none"
+    layers: int | None = None
+
+
+@dataclass
+class Choices:
+    """The layouts of a job.
+
+    Attributes:
+        base: the configuration whose other settings all layouts have.
+        world: GPUs.
+        domain: GPUs that share the fastest link.
+        fixed: settings that are not searched: ``parallel.tensor`` and the like.
+        rejected: how many layouts are not possible, by reason.
+    """
+
+    base: Config
+    world: int
+    domain: int
+    fixed: frozenset[str] = frozenset()
+    rejected: Counter[str] = field(default_factory=Counter)
+    _layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[Any, ...], RankParts] = field(default_factory=dict, repr=False)
+
+    def _values(self, name: str, values: list[Any]) -> list[Any]:
+        """The values of a setting of ``parallel``: one, if it is fixed."""
+        return [getattr(self.base.parallel, name)] if f"parallel.{name}" in self.fixed else values
+
+    def grids(self) -> Iterator[Grid]:
+        """The grids that fit the model and the cluster, with some pipeline."""
+        model, sequence = self.base.model, self.base.data.sequence
+        tensors = self._values("tensor", _powers(min(self.domain, _WIDEST, model.heads)))
+        contexts = self._values("context", _powers(max(1, sequence // _SHORTEST)))
+        methods = self._values("context_method", ["ring", "ulysses", "all_gather"])
+        experts = self._values("expert", _divisors(model.moe.experts) if model.moe else [1])
+        micros = [self.base.batch.micro] if "batch.micro" in self.fixed else [1, 2, 4, 8]
+        for tensor, context, expert, micro in product(tensors, contexts, experts, micros):
+            for method in methods if context > 1 else methods[:1]:
+                for expert_tensor in self._expert_tensors(tensor):
+                    grid = Grid(tensor, context, method, expert, expert_tensor, micro)
+                    if self._possible(grid):
+                        yield grid
+
+    def _expert_tensors(self, tensor: int) -> list[int]:
+        values = [1] if self.base.model.moe is None or tensor == 1 else [1, tensor]
+        return self._values("expert_tensor", values)
+
+    def _possible(self, grid: Grid) -> bool:
+        """Whether the degrees fit the model and the cluster, with some pipeline."""
+        dense, experts = grid.tensor * grid.context, grid.expert * grid.expert_tensor
+        if self.world % dense or self.world % experts:
+            self.rejected["degrees that do not divide the GPUs"] += 1
+            return False
+        try:
+            config = self.config(grid, Pipeline(1, 1, "1f1b", 0))
+            check_config(config, Layout.from_settings(config.parallel, self.world))
+        except ConfigError as error:
+            if error.field != "batch.global":  # which depends on the pipeline
+                self.rejected[f"divisibility: {error.field}"] += 1
+                return False
+        return True
+
+    def pipelines(self, grid: Grid) -> Iterator[Pipeline]:
+        """The pipelines of a grid that fit the model, the batch and the cluster."""
+        layers, whole = self.base.model.layers, self.base.batch.global_
+        for pipeline in self._values("pipeline", _divisors(self.world, layers)):
+            ranks = grid.tensor * grid.context * pipeline
+            experts = grid.expert * grid.expert_tensor * pipeline
+            if self.world % ranks or self.world % experts:
+                continue
+            if whole % (self.world // ranks * grid.micro):
+                self.rejected["divisibility: batch.global"] += 1
+                continue
+            levels = self._values("zero", [0, 1, 2, 3] if self.world > 1 else [0])
+            for (name, virtual), zero in product(self._schedules(pipeline, layers), levels):
+                for offload in self._offloads(zero):
+                    yield Pipeline(pipeline, virtual, name, zero, offload)
+
+    def _offloads(self, zero: int) -> list[bool]:
+        """Whether the optimizer's state is in the host's memory. Without sharding, every host would make the
+        same updates; a CPU has it there in any case."""
+        if "memory.offload" in self.fixed or self.base.run.device == "cpu":
+            return [self.base.memory.offload == "optimizer"]
+        return [False, True] if zero or self.world == 1 else [False]
+
+    def _schedules(self, pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
+        """Schedules, and stages per rank."""
+        if pipeline == 1:
+            yield from product(self._values("schedule", ["1f1b"]), self._values("virtual_stages", [1]))
+            return
+        names = ["1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]
+        for name in self._values("schedule", names):
+            virtuals = [1]
+            if name == "interleaved":
+                most = layers // pipeline
+                virtuals = [n for n in range(2, most + 1) if layers % (n * pipeline) in (0, n * pipeline - 1)]
+                virtuals = virtuals or ([2] if most >= 2 else [])
+            for virtual in self._values("virtual_stages", virtuals):
+                if name in V_SHAPED and 2 * pipeline > layers:
+                    continue
+                yield name, virtual
+
+    def shardings(self, layout: Layout, zero: int) -> Iterator[Sharding]:
+        """Those without recompute."""
+        ranks = layout.gradient_ranks
+        replicas = [1]
+        if zero and ranks > self.domain and ranks % self.domain == 0:
+            replicas.append(ranks // self.domain)
+        copies = self._values("replicas", replicas)
+        for number, order in product(copies, self.orders(layout)):
+            yield Sharding(number, order)
+
+    def orders(self, layout: Layout) -> list[str]:
+        """Rank orders: data ranks are neighbours, or pipeline ranks."""
+        orders = [DEFAULT_ORDER]
+        if layout.pipeline > 1 and layout.expert * layout.expert_tensor == 1 and layout.degrees["data"] > 1:
+            orders.append("tensor-context-expert-pipeline-data")
+        return self._values("order", orders)
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        """Kinds of recompute."""
+        return (self.base.memory.recompute,) if "memory.recompute" in self.fixed else RECOMPUTES
+
+    @property
+    def some_layers(self) -> bool:
+        """Whether some layers of a stage may recompute, and others not."""
+        return not self.fixed & {"memory.recompute", "memory.recompute_layers"}
+
+    def layout(self, grid: Grid, pipeline: int) -> Layout:
+        """The layout of the degrees, in the default order."""
+        key = (*grid[:2], *grid[3:5], pipeline)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(
+                world=self.world,
+                tensor=grid.tensor,
+                context=grid.context,
+                expert=grid.expert,
+                expert_tensor=grid.expert_tensor,
+                pipeline=pipeline,
+            )
+        return self._layouts[key]
+
+    def microbatches(self, grid: Grid, pipeline: int) -> int:
+        """Of a step."""
+        data = self.world // (grid.tensor * grid.context * pipeline)
+        return self.base.batch.global_ // (data * grid.micro)
+
+    def config(self, grid: Grid, choice: Pipeline) -> Config:
+        """The configuration of a layout."""
+        base = self.base
+        parallel: dict[str, Any] = {
+            "tensor": grid.tensor,
+            "context": grid.context,
+            "context_method": grid.method,
+            "expert": grid.expert,
+            "expert_tensor": grid.expert_tensor,
+            "pipeline": choice.pipeline,
+            "virtual_stages": choice.virtual,
+            "schedule": choice.schedule,
+            "data": "auto",
+            "zero": choice.zero,
+        }
+        return base.model_copy(
+            update={
+                "parallel": base.parallel.model_copy(update=parallel),
+                "batch": base.batch.model_copy(update={"micro": grid.micro}),
+                "memory": base.memory.model_copy(update={"offload": _OFFLOAD[choice.offload]}),
+            }
+        )
+
+    def resolved(self, grid: Grid, choice: Pipeline, microbatches: int) -> Resolved:
+        """A layout, with so many microbatches.
+
+        Raises:
+            ConfigError: it is refused.
+        """
+        config = self.config(grid, choice)
+        layout = Layout.from_settings(config.parallel, self.world)
+        return with_batch(config, layout, microbatches * grid.micro * layout.degrees["data"])
+
+    def parts(self, resolved: Resolved, rank: int) -> RankParts:
+        """What a pipeline rank holds, which depends neither on sharding nor on the microbatches."""
+        layout, plan = resolved.layout, resolved.plan
+        degrees = layout.tensor, layout.expert, layout.expert_tensor, layout.pipeline
+        key = rank, *degrees, tuple(plan.schedule.placement), plan.layers
+        if key not in self._parts:
+            self._parts[key] = RankParts.of(resolved, rank)
+        return self._parts[key]
+
+    def variant(self, resolved: Resolved, sharding: Sharding) -> Resolved | None:
+        """A resolved configuration with other sharding and recompute, on which nothing else depends; None if
+        it is refused."""
+        config = resolved.config
+        parallel = {"replicas": sharding.replicas, "order": sharding.order}
+        memory: dict[str, Any] = {"recompute": sharding.recompute}
+        if self.some_layers:
+            memory["recompute_layers"] = sharding.layers or "all"
+        config = config.model_copy(
+            update={
+                "parallel": config.parallel.model_copy(update=parallel),
+                "memory": config.memory.model_copy(update=memory),
+            }
+        )
+        try:
+            layout = Layout.from_settings(config.parallel, self.world)
+            check_config(config, layout)
+        except ConfigError as error:
+            self.rejected[f"divisibility: {error.field}"] += 1
+            return None
+        return Resolved(config, layout, resolved.plan)
+
+
+def with_batch(config: Config, layout: Layout, whole: int) -> Resolved:
+    """A configuration, resolved with another ``batch.global``."""
+    batch = config.batch.model_copy(update={"global_": whole})
+    return resolve(config.model_copy(update={"batch": batch}), layout)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to a number."""
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]
+
+
+def _divisors(number: int, most: float = inf) -> list[int]:
+    """Divisors of a number, up to another."""
+    return [n for n in range(1, int(min(number, most)) + 1) if number % n == 0]

@@ -21,7 +21,7 @@ from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.schedules.published import V_SHAPED
 from hexad.topology.layout import DEFAULT_ORDER, Layout
 
-from .choices import Choices, Grid, Pipeline, Sharding
+from .choices import Choices, Grid, Pipeline, Variant
 from .device_memory import Room
 from .implementation import Implementation
 from .job import Job, stages_of
@@ -37,8 +37,13 @@ SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
 
-Sent = tuple[float, float]
-"""Seconds of gathering all weights, and of reducing all gradients."""
+
+class Sent(NamedTuple):
+    """Seconds of gathering all weights, and of reducing all gradients; of the first layer's gathers."""
+
+    gather: float = 0.0
+    reduce: float = 0.0
+    first: float = 0.0
 
 
 @dataclass
@@ -83,18 +88,18 @@ class Times:
 
     @cached_property
     def layer(self) -> float:
-        """Seconds of both passes in the layer that takes the least."""
+        """Seconds of both passes in the layer that takes the least, on the device."""
         times = (
-            [self.predictor.layer(block, self._parts, kind, False).seconds for kind in ("F", "BW")]
+            [self.predictor.layer(block, self._parts, kind, False).device for kind in ("F", "BW")]
             for block in self._layers
         )
         return min(map(sum, times))
 
     @cached_property
     def besides(self) -> float:
-        """Seconds of both passes in what the last stage computes besides layers."""
+        """The same in what the last stage computes besides layers."""
         stage = replace(self._stage, layers=range(0), first=False)
-        return sum(self.predictor.action(stage, kind, False).seconds for kind in ("F", "BW"))
+        return sum(self.predictor.action(stage, kind, False).device for kind in ("F", "BW"))
 
     @cached_property
     def kept(self) -> int:
@@ -113,9 +118,10 @@ class Times:
         moments = self._stage.blocks[-1].backward(self.predictor.job.run, self._parts, False)
         return max(0, *(moment.needed for moment in moments))
 
-    def seconds(self, choice: Pipeline) -> tuple[float, ...]:
-        """Seconds of a microbatch's actions: F, B and W where the schedule has these, else F and BW."""
-        return self.split if choice.schedule in SPLIT else (self.forward, self.backward)
+    def seconds(self, choice: Pipeline) -> list[tuple[float, ...]]:
+        """Seconds of a microbatch's actions: F and BW; F, B and W, too, where a schedule has both."""
+        whole = self.forward, self.backward
+        return [whole, self.split] if choice.schedule in SPLIT else [whole]
 
 
 @dataclass
@@ -146,7 +152,7 @@ class Kernels:
         run, zero, layers = self.predictor.job.run, choice.zero, self.predictor.job.model.settings.layers
         state, layer = 0.0, 0.0
         for grid, elements in self.elements.items():
-            shards = layout.state_ranks[grid]
+            shards = layout.state_ranks[grid] // choice.replicas
             state += part * elements * run.byte * (zero < 3)
             state += part * elements * run.gradient / (shards if zero >= 2 else 1)
             state += part * elements * 3 * run.wide / (shards if zero else 1) * (not choice.offload)
@@ -159,26 +165,29 @@ class Kernels:
         """Seconds of the update at the least, where it is the host's; those on the device are not counted."""
         if not choice.offload:
             return 0.0
-        shards = {grid: ranks if choice.zero else 1 for grid, ranks in layout.state_ranks.items()}
+        shards = {
+            grid: ranks // choice.replicas if choice.zero else 1 for grid, ranks in layout.state_ranks.items()
+        }
         elements = sum(elements / shards[grid] for grid, elements in self.elements.items())
         return self.predictor.rates.kernels.update_on_host(elements / choice.pipeline)
 
-    def sent(self, zero: int, layout: Layout, cluster: Cluster) -> Sent:
+    def sent(self, choice: Pipeline, layout: Layout) -> Sent:
         """Seconds of what is sent over the data axis for a microbatch."""
-        run, layers = self.predictor.job.run, self.predictor.job.model.settings.layers
-        gather = reduce = 0.0
-        for grid, axes in (("dense", ("context", "data")), ("expert", ("expert_data",))):
-            group = cluster.group(layout, *axes)
-            part = self.elements[grid] / layers
-            gather += layers * cluster.seconds("all_gather", part * run.byte, group) * (zero == 3)
-            reduce += layers * cluster.seconds("reduce_scatter", part * run.reduced, group)
-        return gather, reduce
+        job = replace(self.predictor.job, layout=layout, zero=choice.zero, replicas=choice.replicas)
+        predictor = replace(self.predictor, job=job)
+        run, layers, gathers, reduce = job.run, job.model.settings.layers, [0.0], 0.0
+        for grid, elements in self.elements.items():
+            part, shards = elements / layers, f"shards of {grid}"
+            if choice.zero == 3:
+                gathers.append(layers * predictor.state_seconds("all_gather", shards, part * run.byte, 1))
+            reduce += layers * predictor.state_seconds("reduce_scatter", shards, part * run.reduced, 1)
+        return Sent(sum(gathers), reduce, max(gathers) / layers)
 
 
 def beside(seconds: tuple[float, ...], sent: Sent, rates: RankRates) -> tuple[float, ...]:
     """Seconds of a microbatch's actions, beside what is sent over the data axis; both slow each other
     down."""
-    gather, reduce = sent
+    gather, reduce, _ = sent
     slower = rates.cluster.hardware.constants.overlap.slowdown
     each = (gather, gather + reduce) if len(seconds) == 2 else (gather, gather, reduce)
     return tuple(
@@ -213,7 +222,7 @@ def idle(choice: Pipeline, seconds: tuple[float, ...]) -> float:
     if choice.schedule in ("1f1b", "gpipe"):
         return 1.0
     if choice.schedule == "interleaved":
-        return 0.9 / choice.virtual  # filled and drained by stages without the head
+        return 0.85 / choice.virtual
     if choice.schedule == "zb_h1":  # F + B - W
         return max(0.0, seconds[0] + seconds[1] - seconds[2]) / sum(seconds)
     return 0.0
@@ -272,7 +281,7 @@ class Bounds:
     memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
     _grids: dict[Grid, Kernels] = field(default_factory=dict, repr=False)
     _needed: dict[tuple[Grid, Pipeline], list[Needs]] = field(default_factory=dict, repr=False)
-    _data: dict[tuple[Grid, int, int], Sent] = field(default_factory=dict, repr=False)
+    _data: dict[tuple[Grid, int, int, int], Sent] = field(default_factory=dict, repr=False)
 
     def grid(self, grid: Grid) -> float:
         """Seconds of a step if a pipeline were perfect and nothing were sent over the data axis."""
@@ -350,7 +359,7 @@ class Bounds:
         choices, kernels = self.choices, self._kernels(grid)
         few = min(choices.microbatches(grid, plain.pipeline), plain.pipeline + 1)
         resolved = choices.resolved(grid, plain, few)
-        variant = choices.variant(resolved, Sharding(1, DEFAULT_ORDER, choices.recomputes[0]))
+        variant = choices.variant(resolved, Variant(DEFAULT_ORDER, choices.recomputes[0]))
         if variant is None:
             return
         ranks = next(resolved.layout.iter_groups("pipeline"))
@@ -375,31 +384,34 @@ class Bounds:
         microbatches = choices.base.batch.global_ // (
             layout.degrees["data"] * plain.predictor.job.run.sequences
         )
-        alone = tuple(map(mixed, plain.seconds(choice), times.seconds(choice)))
-        seconds = beside(alone, sent, plain.predictor.rates)
-        per_rank = sum(seconds) / pipeline
-        per_rank += 2 * sent[0] / layers * virtual  # the first layer's have nothing beside them
+        ways = [
+            beside(tuple(map(mixed, *alone)), sent, plain.predictor.rates)
+            for alone in zip(plain.seconds(choice), times.seconds(choice))
+        ]
+        per_rank = min(map(sum, ways)) / pipeline
+        per_rank += 2 * sent.first * virtual  # has nothing beside it
         again = part * layers / pipeline * (times.layer - plain.layer)
         slowest = max(per_rank, _slowest(layers, pipeline, plain.layer, again, plain.besides))
-        bubble = (pipeline - 1) * per_rank * idle(choice, seconds)
+        layers_only = per_rank - plain.besides / pipeline  # which fill and drain the pipeline
+        bubble = (pipeline - 1) * layers_only * idle(choice, ways[-1])
         # The first microbatch reaches the last stage through all others, as the last gradient does the
         # first.
         stages = pipeline * virtual
-        chain = (stages - 1 + microbatches) / stages * sum(seconds[:2])
+        chain = (stages - 1 + microbatches) / stages * min(sum(way[:2]) for way in ways)
         return max(microbatches * slowest + bubble, chain)
 
     def _sent(self, grid: Grid, choice: Pipeline, layout: Layout) -> Sent:
-        """Seconds of what is sent over the data axis for a microbatch of the whole model, in the better of
-        both rank orders."""
-        key = grid, choice.pipeline, choice.zero
+        """Seconds of what is sent over the data axis for a microbatch of the whole model, each in the better
+        of rank orders."""
+        key = grid, choice.pipeline, choice.zero, choice.replicas
         if choice.zero < 2 or layout.gradient_ranks == 1:
-            return 0.0, 0.0
+            return Sent()
         if key not in self._data:
-            times = []
-            for order in self.choices.orders(layout):
-                other = replace(layout, order=order)
-                times.append(self._kernels(grid).sent(choice.zero, other, self.cluster))
-            self._data[key] = min(times, key=sum)
+            times = [
+                self._kernels(grid).sent(choice, replace(layout, order=order))
+                for order in self.choices.orders(layout)
+            ]
+            self._data[key] = Sent(*map(min, zip(*times)))
         return self._data[key]
 
 

@@ -1,7 +1,7 @@
 """Layouts that there are for a model on a cluster, and their configurations. No torch.
 
-They are chosen in three steps: what a layer's kernels depend on (:class:`Grid`), what the schedule depends on
-(:class:`Pipeline`), and what concerns memory and the data axis only (:class:`Sharding`).
+They are chosen in three steps: what a layer's kernels depend on (:class:`Grid`), what the schedule and the
+state depend on (:class:`Pipeline`), and the rest (:class:`Variant`).
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ class Grid(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """What a schedule depends on, besides the microbatches; the level of sharding; and whether the
-    optimizer's state is in the host's memory."""
+    """What a schedule depends on, besides the microbatches; how state is sharded, and whether the optimizer's
+    is in the host's memory."""
 
     pipeline: int
     virtual: int
     schedule: str
     zero: int
     offload: bool = False
+    replicas: int = 1
 
 
-class Sharding(NamedTuple):
-    """What concerns memory and the data axis only.
+class Variant(NamedTuple):
+    """What does not change the schedule.
 
     Attributes:
-        replicas, order: as the settings.
+        order: of ranks.
         recompute: one of :data:`RECOMPUTES`.
         layers: of each stage that do so; None for all.
     """
 
-    replicas: int
     order: str
     recompute: str = "none"
     layers: int | None = None
@@ -137,16 +137,23 @@ class Choices:
                 self.rejected["divisibility: batch.global"] += 1
                 continue
             levels = self._values("zero", [0, 1, 2, 3] if self.world > 1 else [0])
-            for (name, virtual), zero in product(self._schedules(pipeline, layers), levels):
-                for offload in self._offloads(zero):
-                    yield Pipeline(pipeline, virtual, name, zero, offload)
+            shardings = [one for zero in levels for one in self._shardings(grid, pipeline, zero)]
+            for (name, virtual), sharding in product(self._schedules(pipeline, layers), shardings):
+                yield Pipeline(pipeline, virtual, name, *sharding)
 
-    def _offloads(self, zero: int) -> list[bool]:
-        """Whether the optimizer's state is in the host's memory. Without sharding, every host would make the
-        same updates; a CPU has it there in any case."""
+    def _shardings(self, grid: Grid, pipeline: int, zero: int) -> Iterator[tuple[int, bool, int]]:
+        """(ZeRO level, whether the optimizer's state is in the host's memory, replicas). Without sharding,
+        every host would make the same updates; a CPU has all state there in any case. Replicas are as large
+        as a domain."""
+        layout, replicas = self.layout(grid, pipeline), [1]
+        if zero and layout.gradient_ranks > self.domain:
+            number = layout.gradient_ranks // self.domain
+            replicas += [] if any(size % number for size in layout.state_ranks.values()) else [number]
+        offloads = [False, True] if zero or self.world == 1 else [False]
         if "memory.offload" in self.fixed or self.base.run.device == "cpu":
-            return [self.base.memory.offload == "optimizer"]
-        return [False, True] if zero or self.world == 1 else [False]
+            offloads = [self.base.memory.offload == "optimizer"]
+        for offload, number in product(offloads, self._values("replicas", replicas)):
+            yield zero, offload, number
 
     def _schedules(self, pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""
@@ -164,16 +171,6 @@ class Choices:
                 if name in V_SHAPED and 2 * pipeline > layers:
                     continue
                 yield name, virtual
-
-    def shardings(self, layout: Layout, zero: int) -> Iterator[Sharding]:
-        """Those without recompute."""
-        ranks = layout.gradient_ranks
-        replicas = [1]
-        if zero and ranks > self.domain and ranks % self.domain == 0:
-            replicas.append(ranks // self.domain)
-        copies = self._values("replicas", replicas)
-        for number, order in product(copies, self.orders(layout)):
-            yield Sharding(number, order)
 
     def orders(self, layout: Layout) -> list[str]:
         """Rank orders: data ranks are neighbours, or pipeline ranks."""
@@ -225,6 +222,7 @@ class Choices:
             "schedule": choice.schedule,
             "data": "auto",
             "zero": choice.zero,
+            "replicas": choice.replicas,
         }
         return base.model_copy(
             update={
@@ -253,17 +251,16 @@ class Choices:
             self._parts[key] = RankParts.of(resolved, rank)
         return self._parts[key]
 
-    def variant(self, resolved: Resolved, sharding: Sharding) -> Resolved | None:
-        """A resolved configuration with other sharding and recompute, on which nothing else depends; None if
+    def variant(self, resolved: Resolved, variant: Variant) -> Resolved | None:
+        """A resolved configuration with another order and recompute, on which nothing else depends; None if
         it is refused."""
         config = resolved.config
-        parallel = {"replicas": sharding.replicas, "order": sharding.order}
-        memory: dict[str, Any] = {"recompute": sharding.recompute}
+        memory: dict[str, Any] = {"recompute": variant.recompute}
         if self.some_layers:
-            memory["recompute_layers"] = sharding.layers or "all"
+            memory["recompute_layers"] = variant.layers or "all"
         config = config.model_copy(
             update={
-                "parallel": config.parallel.model_copy(update=parallel),
+                "parallel": config.parallel.model_copy(update={"order": variant.order}),
                 "memory": config.memory.model_copy(update=memory),
             }
         )

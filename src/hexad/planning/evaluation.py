@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from math import ceil
 from typing import Any, cast
 
 from hexad.model.recompute_inventory import Recompute
 from hexad.parallel.pipeline.simulate import Costs, Timeline, peak_memory
 
-from .choices import Choices, Grid, Pipeline, Sharding
+from .choices import Choices, Grid, Pipeline, Variant
 from .device_memory import Room
 from .job import Job
 from .memory import MemoryPlan, RankParts, largest, per_pipeline_rank, predict
@@ -42,17 +41,19 @@ class Steps:
         self._timelines: dict[Any, Timeline] = {}
         if steady:
             before = choices.resolved(grid, choice, steady)
-            self._before, self._more = before.plan.schedule, (microbatches - short) / (short - steady)
+            self._before, self._more = before.plan.schedule, (microbatches - short) / period
 
-    def of(self, variant: Resolved) -> tuple[Job, StepTime]:
+    def of(self, resolved: Resolved) -> tuple[Job, StepTime]:
         """The job of a variant, and its time."""
-        recompute = Recompute.from_settings(variant.config.memory)
-        replicas = variant.config.parallel.replicas
-        job = replace(self._job, layout=variant.layout, recompute=recompute, replicas=replicas)
+        recompute = Recompute.from_settings(resolved.config.memory)
+        job = replace(self._job, layout=resolved.layout, recompute=recompute)
         step = self._predict(job, self._timelines)
         if self._before is not None:
             before = self._predict(replace(job, schedule=self._before), self._timelines)
-            step = replace(step, total=step.total + self._more * (step.total - before.total))
+            # In the beginning the slowest rank may not yet be the one that all others wait for.
+            busy = (sum(end - begin for begin, end in times) for times in step.timeline.times)
+            slowest = max(busy) * job.layout.pipeline / job.schedule.microbatches
+            step = replace(step, total=step.total + self._more * max(slowest, step.total - before.total))
         return job, step
 
 
@@ -61,11 +62,11 @@ class Memories:
 
     def __init__(self, choices: Choices, room: Room, resolved: Resolved) -> None:
         self._choices, self._room, self._resolved = choices, room, resolved
-        self._variants: dict[Sharding, Resolved | None] = {}
-        self._plans: dict[Sharding, MemoryPlan | None] = {}
-        self._fitting: dict[Sharding, bool] = {}
+        self._variants: dict[Variant, Resolved | None] = {}
+        self._plans: dict[Variant, MemoryPlan | None] = {}
+        self._fitting: dict[Variant, bool] = {}
         self._fullest = 0  # the rank that needs the most, as far as is known
-        self._fewest: dict[Sharding, Sharding | None] = {}
+        self._fewest: dict[Variant, Variant | None] = {}
         self._most = max(map(len, resolved.plan.layers))
         schedule = resolved.plan.schedule
         stages = schedule.stages
@@ -79,91 +80,90 @@ class Memories:
     def _job(self) -> Job:
         return Job.of(self._resolved)
 
-    def variant(self, sharding: Sharding) -> Resolved | None:
-        """The configuration of a sharding; None if it is refused."""
-        if sharding not in self._variants:
-            self._variants[sharding] = self._choices.variant(self._resolved, sharding)
-        return self._variants[sharding]
+    def resolved(self, variant: Variant) -> Resolved | None:
+        """The configuration of a variant; None if it is refused."""
+        if variant not in self._variants:
+            self._variants[variant] = self._choices.variant(self._resolved, variant)
+        return self._variants[variant]
 
-    def planned(self, sharding: Sharding) -> tuple[Resolved, MemoryPlan]:
-        """The configuration of a sharding that fits, and the plan of the rank that needs the most."""
-        variant, plan = self.variant(sharding), self._plan(sharding)
-        assert variant is not None and plan is not None
-        return variant, plan
+    def planned(self, variant: Variant) -> tuple[Resolved, MemoryPlan]:
+        """The configuration of a variant that fits, and the plan of the rank that needs the most."""
+        resolved, plan = self.resolved(variant), self._plan(variant)
+        assert resolved is not None and plan is not None
+        return resolved, plan
 
-    def _plan(self, sharding: Sharding) -> MemoryPlan | None:
+    def _plan(self, variant: Variant) -> MemoryPlan | None:
         """The plan of the rank that needs the most; None if it is refused or does not fit."""
-        key = sharding._replace(order="")
+        key = variant._replace(order="")
         if key not in self._plans:
-            plan, variant = None, self.variant(sharding)
-            if variant is not None and self._may_fit(sharding):
-                ranks = range(variant.layout.pipeline)
-                plans = per_pipeline_rank(variant, parts=list(map(self._parts, ranks)))
+            plan, resolved = None, self.resolved(variant)
+            if resolved is not None and self._may_fit(variant):
+                ranks = range(resolved.layout.pipeline)
+                plans = per_pipeline_rank(resolved, parts=list(map(self._parts, ranks)))
                 plan = largest(plans)
-                if not self._room.fits(variant, plan.total):
+                if not self._room.fits(resolved, plan.total):
                     self._fullest, plan = plans.index(plan), None
                     self._fitting.clear()
             self._plans[key] = plan
         return self._plans[key]
 
-    def _may_fit(self, sharding: Sharding) -> bool:
+    def _may_fit(self, variant: Variant) -> bool:
         """Whether the rank fits that needed the most when that was last known."""
-        key = sharding._replace(order="")
+        key = variant._replace(order="")
         if key not in self._fitting:
-            variant, fits = self.variant(sharding), self._room.fits
+            resolved, fits = self.resolved(variant), self._room.fits
             self._fitting[key] = (
-                variant is not None
-                and fits(variant, self.least(variant))
-                and fits(variant, self._predicted(variant, self._fullest))
+                resolved is not None
+                and fits(resolved, self.least(resolved))
+                and fits(resolved, self._predicted(resolved, self._fullest))
             )
         return self._fitting[key]
 
-    def _predicted(self, variant: Resolved, rank: int) -> int:
+    def _predicted(self, resolved: Resolved, rank: int) -> int:
         """Bytes that a pipeline rank needs."""
-        ranks = next(variant.layout.iter_groups("pipeline"))
-        return predict(variant, ranks[rank], parts=self._parts(rank)).total
+        ranks = next(resolved.layout.iter_groups("pipeline"))
+        return predict(resolved, ranks[rank], parts=self._parts(rank)).total
 
-    def at_least(self, sharding: Sharding, part: float) -> Sharding:
-        """The sharding in which so many of the first rank's layers recompute, at the least."""
-        if sharding.recompute == "none" or not self._choices.some_layers:
-            return sharding
+    def at_least(self, variant: Variant, part: float) -> Variant:
+        """The variant in which so many of the first rank's layers recompute, at the least."""
+        if variant.recompute == "none" or not self._choices.some_layers:
+            return variant
         plan = self._resolved.plan
         fewest = min(len(plan.layers[stage]) for stage in plan.schedule.stages_of(0))
-        return self._some(sharding, max(1, ceil(part * fewest - 1e-9)))
+        return self._some(variant, max(1, int(part * fewest)))
 
-    def _some(self, sharding: Sharding, layers: int) -> Sharding:
-        return sharding._replace(layers=None if layers >= self._most else layers)
+    def _some(self, variant: Variant, layers: int) -> Variant:
+        return variant._replace(layers=None if layers >= self._most else layers)
 
-    def fewest(self, sharding: Sharding) -> Sharding | None:
-        """The sharding in which as few layers recompute as fit, and no fewer than before; None if none do."""
-        key = sharding._replace(order="")
+    def fewest(self, variant: Variant) -> Variant | None:
+        """The variant in which as few layers recompute as fit, and no fewer than in this one; None if none
+        does."""
+        key = variant._replace(order="")
         if key not in self._fewest:
-            self._fewest[key] = self._fewest_layers(sharding)
+            self._fewest[key] = self._fewest_layers(variant)
         fewest = self._fewest[key]
-        return None if fewest is None else fewest._replace(order=sharding.order)
+        return None if fewest is None else fewest._replace(order=variant.order)
 
-    def _fewest_layers(self, sharding: Sharding) -> Sharding | None:
-        all_ = self._some(sharding, self._most)
-        if sharding == all_ or self._plan(sharding) is not None:
-            return sharding if self._plan(sharding) is not None else None
-        if self._plan(all_) is None:
+    def _fewest_layers(self, variant: Variant) -> Variant | None:
+        most = self._some(variant, self._most)
+        if variant == most or self._plan(variant) is not None:
+            return variant if self._plan(variant) is not None else None
+        if self._plan(most) is None:
             return None
-        below, layers = cast("int", sharding.layers), self._most
+        below, layers = cast("int", variant.layers), self._most
         while layers - below > 1:
             middle = min((below + layers) // 2, below + 2)  # mostly few more
-            if self._may_fit(self._some(sharding, middle)):
+            if self._may_fit(self._some(variant, middle)):
                 layers = middle
             else:
                 below = middle
-        fitting = (self._some(sharding, more) for more in range(layers, self._most + 1))
+        fitting = (self._some(variant, more) for more in range(layers, self._most + 1))
         return next((some for some in fitting if self._plan(some) is not None), None)
 
-    def least(self, variant: Resolved) -> int:
+    def least(self, resolved: Resolved) -> int:
         """Bytes of the first rank's state and activations, without what is needed for a moment."""
-        job = replace(self._job, replicas=variant.config.parallel.replicas)
-        run, zero = job.run, job.zero
-        recompute = Recompute.from_settings(variant.config.memory)
-        first = job.schedule.stages_of(0)
+        job, recompute = self._job, Recompute.from_settings(resolved.config.memory)
+        run, zero, first = job.run, job.zero, job.schedule.stages_of(0)
         if recompute not in self._kept:
             kept = (job.stages[stage].kept(run, recompute).total() for stage in first)
             self._kept[recompute] = sum(kept)

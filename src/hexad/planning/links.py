@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, gcd, log2
 from typing import Literal
 
 from hexad.config import HexadError
@@ -67,6 +67,23 @@ class Group:
             return aligned
         groups = {cls.of_ranks(ranks, domain) for ranks in layout.iter_groups(*axes)}
         return max(groups, key=lambda group: (group.domains, -group.local))
+
+    @classmethod
+    def split(cls, layout: Layout, axes: Sequence[str], size: int, domain: int) -> tuple[Group, Group]:
+        """Of a group along axes, a run of ``size`` neighbouring places, and the places across its runs."""
+        run: list[tuple[int, int]] = []
+        across: list[tuple[int, int]] = []
+        left = size
+        for degree, stride in layout.digits(*axes):
+            inside = gcd(degree, left)
+            run.append((inside, stride))
+            across.append((degree // inside, stride * inside))
+            left //= inside
+        groups = cls._aligned(run, domain), cls._aligned(across, domain)
+        if left == 1 and None not in groups:
+            return groups  # type: ignore[return-value]
+        ranks = next(layout.iter_groups(*axes))
+        return cls.of_ranks(ranks[:size], domain), cls.of_ranks(ranks[::size], domain)
 
     @classmethod
     def _aligned(cls, digits: Iterable[tuple[int, int]], domain: int) -> Group | None:

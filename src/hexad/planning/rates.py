@@ -154,6 +154,10 @@ class RankRates:
         groups["expert"] = self.cluster.group(layout, "expert_tensor", "expert")
         groups["expert_data"] = self.cluster.group(layout, "expert_data")
         groups["pipeline"] = self.cluster.group(layout, "pipeline")
+        for grid, axes in (("dense", ("context", "data")), ("expert", ("expert_data",))):
+            shards = self.job.shards(grid)  # type: ignore[arg-type]
+            split = Group.split(layout, axes, shards, domain)
+            groups[f"shards of {grid}"], groups[f"replicas of {grid}"] = split
         digits = layout.digits("context")
         if digits:
             ((_, stride),) = digits

@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import count, product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from hexad.parallel.tensor.linear_inventory import MOST_CHUNKS
 from hexad.topology.layout import Layout
 
 from .bounds import Bounds
-from .choices import Choices, Grid, Pipeline, Sharding, with_batch
+from .choices import Choices, Grid, Pipeline, Variant, with_batch
 from .device_memory import DeviceMemory, Room
 from .evaluation import Memories, Steps
 from .implementation import Implementation
@@ -85,7 +85,7 @@ class Search:
         fixed: settings that are not searched: ``parallel.tensor`` and the like.
         system: what computes it; None for Hexad's own.
         rejected: how many layouts were not possible, by reason.
-        pipelines: how many were evaluated, each with all kinds of recompute, replicas and orders.
+        pipelines: how many were evaluated, each with all kinds of recompute and orders.
         points: layouts that were looked at.
     """
 
@@ -160,32 +160,29 @@ class Search:
         self.pipelines += 1
         memories, best = Memories(self.choices, self.room, steps.resolved), None
         bounds = self._bounds.of(grid, choice, tight=True)
-        for plain in self.choices.shardings(steps.resolved.layout, choice.zero):
-            for recompute, bound in bounds.items():
-                sharding = memories.at_least(plain._replace(recompute=recompute), bound.part)
-                if bound.seconds >= limit or (variant := memories.variant(sharding)) is None:
-                    continue
-                job, step = steps.of(variant)
-                if step.total >= limit:
-                    nbytes = self.room.device(variant, memories.least(variant)).total
-                    self._note(grid, choice, sharding, step, nbytes, exact=False)
-                    continue
-                fewest = memories.fewest(sharding)
-                if fewest is None:
-                    self.rejected["memory"] += 1
-                    continue
-                variant, plan = memories.planned(fewest)
-                job, step = steps.of(variant)
-                device = self.room.device(variant, plan.total)
-                self._note(grid, choice, fewest, step, device.total, exact=True)
-                if step.total < limit:
-                    limit, best = step.total, Candidate(variant, job, step, plan, device)
-                if recompute == "none":
-                    break  # others take longer
+        for order, (recompute, bound) in product(self.choices.orders(steps.resolved.layout), bounds.items()):
+            least = memories.at_least(Variant(order, recompute), bound.part)
+            if bound.seconds >= limit or (resolved := memories.resolved(least)) is None:
+                continue
+            step = steps.of(resolved)[1]
+            if step.total >= limit:
+                nbytes = self.room.device(resolved, memories.least(resolved)).total
+                self._note(grid, choice, least, step, nbytes, exact=False)
+                continue
+            variant = memories.fewest(least)
+            if variant is None:
+                self.rejected["memory"] += 1
+                continue
+            resolved, plan = memories.planned(variant)
+            job, step = steps.of(resolved)
+            device = self.room.device(resolved, plan.total)
+            self._note(grid, choice, variant, step, device.total, exact=True)
+            if step.total < limit:
+                limit, best = step.total, Candidate(resolved, job, step, plan, device)
         return best
 
     def _note(
-        self, grid: Grid, choice: Pipeline, sharding: Sharding, step: StepTime, nbytes: int, exact: bool
+        self, grid: Grid, choice: Pipeline, variant: Variant, step: StepTime, nbytes: int, exact: bool
     ) -> None:
         """Add a point."""
         parts = [f"tensor {grid.tensor}"]
@@ -193,9 +190,10 @@ class Search:
         parts += [f"expert {grid.expert} x {grid.expert_tensor}"] if grid.expert > 1 else []
         stages = f" x {choice.virtual}" if choice.virtual > 1 else ""
         parts += [f"pipeline {choice.pipeline}{stages} {choice.schedule}"] if choice.pipeline > 1 else []
-        layers = f" of {sharding.layers} layers" if sharding.layers else ""
+        layers = f" of {variant.layers} layers" if variant.layers else ""
         parts += [f"zero {choice.zero}", f"microbatch {grid.micro}"]
-        parts += [f"recompute {sharding.recompute}{layers}"]
+        parts += [f"recompute {variant.recompute}{layers}"]
+        parts += [f"{choice.replicas} replicas"] if choice.replicas > 1 else []
         parts += ["offload"] if choice.offload else []
         self.points.append(Point(step.total, nbytes, exact, ", ".join(parts)))
 

@@ -25,6 +25,7 @@ from .rates import RankRates
 from .timeline import ActionTime, action_time, layer_time
 
 KINDS = ("F", "B", "W", "BW")
+_GRIDS: tuple[Grid, ...] = ("dense", "expert")
 _NORM = 3
 """Small collectives in which all ranks agree on the gradient norm."""
 
@@ -152,13 +153,13 @@ class Predictor:
         first = 0.0
         units = max(1, len(stage.layers))
         for grid, elements in job.elements[number].items():
-            axis = "gradient" if grid == "dense" else "expert_data"
+            shards = f"shards of {grid}"
             if job.zero == 3 and kind != "W":
-                gather = self._state_seconds("all_gather", axis, elements * job.run.byte, units)
+                gather = self.state_seconds("all_gather", shards, elements * job.run.byte, units)
                 sent += gather
                 first = max(first, gather / units)  # the first layer's has nothing beside it
             if kind in ("BW", "W"):
-                reduce = self._state_seconds("reduce_scatter", axis, elements * job.run.reduced, units)
+                reduce = self.state_seconds("reduce_scatter", shards, elements * job.run.reduced, units)
                 sent += reduce
         longer = time.device + sent
         if self.implementation.weights == "overlapped":  # a collective beside computation slows both down
@@ -168,7 +169,7 @@ class Predictor:
         calls = 2 * units * self.rates.collective_seconds
         return time._replace(device=longer, exposed=exposed, host=time.host + calls)
 
-    def _state_seconds(self, operation: str, axis: str, nbytes: float, parts: int) -> float:
+    def state_seconds(self, operation: str, axis: str, nbytes: float, parts: int) -> float:
         """Seconds of a collective of parameters or gradients, in so many parts."""
         if nbytes == 0:
             return 0.0
@@ -221,8 +222,8 @@ class Predictor:
         job, schedule = self.job, self.job.schedule
         times = self.timeline.times[rank]
         end = times[-1][1]
-        groups = self.rates.groups["gradient"], self.rates.groups["expert_data"]
-        if job.zero >= 2 or not any(group.size > 1 for group in groups):
+        sums = ("replicas",) if job.zero >= 2 else ("shards", "replicas")
+        if all(self.rates.groups[f"{sum_} of {grid}"].size == 1 for sum_ in sums for grid in _GRIDS):
             return end
         lasts = {
             action.stage: place for place, action in enumerate(schedule.ranks[rank]) if action.kind != "F"
@@ -239,14 +240,16 @@ class Predictor:
         return max(end, free)
 
     def _reduction(self, stage: int) -> tuple[float, int]:
-        """Seconds of reducing a stage's gradients once, and the number of buckets."""
+        """Seconds of reducing a stage's gradients once, and the number of buckets: over shards, in ZeRO 2 and
+        3 by every action; then each shard over its replicas."""
         job, seconds, most = self.job, 0.0, 1
         for grid, elements in job.elements[stage].items():
             nbytes = elements * job.run.reduced
             parts = max(1, round(nbytes / job.bucket))
-            axis = "gradient" if grid == "dense" else "expert_data"
-            operation = "reduce_scatter" if job.zero else "all_reduce"
-            seconds += self._state_seconds(operation, axis, nbytes, parts)
+            if job.zero < 2:
+                seconds += self.state_seconds("reduce_scatter", f"shards of {grid}", nbytes, parts)
+            shard = nbytes / job.shards(grid)
+            seconds += self.state_seconds("all_reduce", f"replicas of {grid}", shard, parts)
             most = max(most, parts)
         return seconds, most
 
@@ -258,8 +261,7 @@ class Predictor:
 
     def _update(self, rank: int) -> float:
         job, rates = self.job, self.rates
-        grids: tuple[Grid, ...] = ("dense", "expert")
-        elements = sum(self._shard(rank, grid) for grid in grids)
+        elements = sum(self._shard(rank, grid) for grid in _GRIDS)
         buckets = max(1, round(elements * job.run.gradient / job.bucket))
         if job.offload:
             update = rates.kernels.update_on_host(elements)
@@ -279,8 +281,8 @@ class Predictor:
         for stage in stages:
             for grid, elements in job.elements[stage].items():
                 nbytes = elements * job.run.byte
-                axis = "gradient" if grid == "dense" else "expert_data"
-                seconds += self._state_seconds("all_gather", axis, nbytes, max(1, round(nbytes / job.bucket)))
+                parts = max(1, round(nbytes / job.bucket))
+                seconds += self.state_seconds("all_gather", f"shards of {grid}", nbytes, parts)
         if self.implementation.weights == "exposed":
             return seconds
         beside = self.timeline.times[rank][0][0] + sum(self._seconds(stage, "F") for stage in stages)

@@ -34,6 +34,8 @@ from .timeline import ActionTime
 
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are actions of their own."""
+DEFERRING = ("zb_h1", "zb_h2", "zb_v")
+"""Those in which ranks defer them for several microbatches."""
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
 
@@ -142,13 +144,26 @@ class Kernels:
         """Bytes on the first pipeline rank at the least: of parameters, gradients, optimizer and activations,
         and of what a layer needs for a moment."""
         layers = self.predictor.job.model.settings.layers
-        return self._needs(choice, layout, (layers // choice.pipeline) / layers, 0)
+        return self._needs(choice, layout, (layers // choice.pipeline) / layers)
 
-    def average(self, choice: Pipeline, layout: Layout) -> Needs:
-        """The same of ranks that have equal parts of the model."""
-        return self._needs(choice._replace(schedule="1f1b"), layout, _SLACK / choice.pipeline, 0)
+    def average(self, choice: Pipeline, layout: Layout, microbatches: int) -> Needs:
+        """The same of ranks that have equal parts of the model. Where weight gradients are deferred, the last
+        rank keeps the operands of as many microbatches as the first one keeps activations, less one, if there
+        are enough of them."""
+        needs = self._needs(choice, layout, _SLACK / choice.pipeline)
+        if choice.schedule not in DEFERRING or microbatches < 2 * choice.pipeline:
+            return needs
+        part = 0.9 * (choice.pipeline - 1) / choice.pipeline**2
+        kept = {kind: max(size, part * self._operands) for kind, size in needs.kept.items()}
+        return needs._replace(kept=kept)
 
-    def _needs(self, choice: Pipeline, layout: Layout, part: float, rank: int) -> Needs:
+    @cached_property
+    def _operands(self) -> int:
+        """Bytes of the operands of all layers' weight gradients."""
+        (stage,) = self.predictor.job.stages.values()
+        return stage.operands(self.predictor.job.run).total()
+
+    def _needs(self, choice: Pipeline, layout: Layout, part: float) -> Needs:
         run, zero, layers = self.predictor.job.run, choice.zero, self.predictor.job.model.settings.layers
         state, layer = 0.0, 0.0
         for grid, elements in self.elements.items():
@@ -159,7 +174,7 @@ class Kernels:
             layer += elements / layers
         moment = min(times.moment for times in self.times.values())
         moment += int(layer * (run.gradient * (zero >= 2) + 2 * run.byte * (zero == 3)))
-        return Needs(rank, state + moment, {kind: part * times.kept for kind, times in self.times.items()})
+        return Needs(0, state + moment, {kind: part * times.kept for kind, times in self.times.items()})
 
     def update(self, choice: Pipeline, layout: Layout) -> float:
         """Seconds of the update at the least, where it is the host's; those on the device are not counted."""
@@ -349,11 +364,13 @@ class Bounds:
             with suppress(ConfigError):
                 self._needed[grid, plain] = list(self._predicted(grid, plain))
         needs = self._needed[grid, plain]
-        if choice.schedule in ("1f1b", "zb_h1", "zb_h2") or not needs:
+        if choice.schedule == "1f1b" or not needs:
             return needs
         # In other schedules all ranks hold as much as the first one, or nearly.
         layout = self.choices.layout(grid, choice.pipeline)
-        return [needs[0], self._kernels(grid).average(choice, layout)]
+        microbatches = self.choices.microbatches(grid, choice.pipeline)
+        average = self._kernels(grid).average(choice, layout, microbatches)
+        return [*(needs if choice.schedule in ("zb_h1", "zb_h2") else needs[:1]), average]
 
     def _predicted(self, grid: Grid, plain: Pipeline) -> Iterator[Needs]:
         choices, kernels = self.choices, self._kernels(grid)

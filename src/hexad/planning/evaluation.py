@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, cast
 
 from hexad.model.recompute_inventory import Recompute
-from hexad.parallel.pipeline.simulate import Costs, Timeline, peak_memory
+from hexad.parallel.pipeline.simulate import Timeline
 
 from .choices import Choices, Grid, Pipeline, Variant
 from .device_memory import Room
@@ -68,10 +68,8 @@ class Memories:
         self._fullest = 0  # the rank that needs the most, as far as is known
         self._fewest: dict[Variant, Variant | None] = {}
         self._most = max(map(len, resolved.plan.layers))
-        schedule = resolved.plan.schedule
-        stages = schedule.stages
-        self._in_flight = peak_memory(schedule, Costs.uniform(stages, stages // schedule.pipeline))[0]
-        self._kept: dict[Recompute, int] = {}
+        self._kept: dict[Any, tuple[int, int]] = {}
+        self._least: dict[Recompute, int] = {}
 
     def _parts(self, rank: int) -> RankParts:
         return self._choices.parts(self._resolved, rank)
@@ -161,17 +159,51 @@ class Memories:
         return next((some for some in fitting if self._plan(some) is not None), None)
 
     def least(self, resolved: Resolved) -> int:
-        """Bytes of the first rank's state and activations, without what is needed for a moment."""
+        """Bytes of state and of activations on the rank that has most of them, without what is needed for a
+        moment."""
         job, recompute = self._job, Recompute.from_settings(resolved.config.memory)
-        run, zero, first = job.run, job.zero, job.schedule.stages_of(0)
-        if recompute not in self._kept:
-            kept = (job.stages[stage].kept(run, recompute).total() for stage in first)
-            self._kept[recompute] = sum(kept)
-        state = 0.0
-        for stage in first:
-            for grid, elements in job.elements[stage].items():
-                shards = job.shards(grid)
-                state += elements * run.byte * (zero < 3)
-                state += elements * run.gradient / (shards if zero >= 2 else 1)
-                state += elements * 3 * run.wide / shards * (not job.offload)
-        return int(state + self._in_flight * self._kept[recompute])
+        if recompute not in self._least:
+            self._least[recompute] = int(
+                max(
+                    self._state[rank] + self._activations(rank, recompute)
+                    for rank in range(job.schedule.pipeline)
+                )
+            )
+        return self._least[recompute]
+
+    @cached_property
+    def _state(self) -> list[float]:
+        """Bytes of each pipeline rank's parameters, gradients and optimizer."""
+        job, run, states = self._job, self._job.run, []
+        for rank in range(job.schedule.pipeline):
+            state = 0.0
+            for stage in job.schedule.stages_of(rank):
+                for grid, elements in job.elements[stage].items():
+                    shards = job.shards(grid)
+                    state += elements * run.byte * (job.zero < 3)
+                    state += elements * run.gradient / (shards if job.zero >= 2 else 1)
+                    state += elements * 3 * run.wide / shards * (not job.offload)
+            states.append(state)
+        return states
+
+    def _activations(self, rank: int, recompute: Recompute) -> int:
+        """Bytes that are kept from forward to backward, and from ``B`` to ``W``, at the most."""
+        job, held, most = self._job, 0, 0
+        sizes = {}
+        for stage in job.schedule.stages_of(rank):
+            spec = job.stages[stage]
+            key = spec.runs, spec.first, spec.last, recompute
+            if key not in self._kept:
+                kept = spec.kept(job.run, recompute).total()
+                self._kept[key] = kept, spec.operands(job.run).total()
+            sizes[stage] = self._kept[key]
+        for action in job.schedule.ranks[rank]:
+            kept, operands = sizes[action.stage]
+            if action.kind == "F":
+                held += kept
+                most = max(most, held)
+            elif action.kind == "W":
+                held -= operands
+            else:
+                held += operands - kept if action.kind == "B" else -kept
+        return most

@@ -16,7 +16,7 @@ from hexad.optim.schedule import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Grid, Position, tensor_positions
 from hexad.parallel.pipeline.schedule import Shortened, shortened
-from hexad.parallel.pipeline.transfers import Transfer, transfers
+from hexad.parallel.pipeline.transfers import Order, transfers
 from hexad.topology.layout import Layout
 
 from . import Resolved
@@ -96,7 +96,7 @@ def _predict(
     resolved: Resolved,
     rank: int,
     short: Shortened,
-    orders: list[list[Transfer]],
+    orders: Sequence[Order],
     load: float | None = None,
     parts: RankParts | None = None,
 ) -> MemoryPlan:

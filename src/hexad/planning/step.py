@@ -13,7 +13,7 @@ from hexad.parallel.data.bucket_plan import BucketPlan
 from hexad.parallel.data.ordering import Gathering, Gathers, Rounds
 from hexad.parallel.inventory import Execution, Grid, Kept
 from hexad.parallel.pipeline.schedule import Action, Message, Schedule
-from hexad.parallel.pipeline.transfers import Exchange, Transfer
+from hexad.parallel.pipeline.transfers import Exchange, Order
 
 
 class StateBuffers:
@@ -320,7 +320,7 @@ class Step:
         self,
         schedule: Schedule,
         pipeline: int,
-        order: list[Transfer],
+        order: Order,
         stages: Mapping[int, StageMemory],
         buckets: Sequence[BucketPlan],
         buffers: StateBuffers,

@@ -7,6 +7,7 @@ ends of the earliest unfinished message have nothing left to do before it.
 """
 
 from collections import deque
+from functools import lru_cache
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .schedule import Message, Schedule
@@ -35,10 +36,16 @@ class Transfer(NamedTuple):
     answered: bool = False
 
 
-def transfers(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
+Order = tuple[Transfer, ...]
+"""A rank's transfers."""
+
+
+@lru_cache(maxsize=32)
+def transfers(schedule: Schedule, costs: Costs | None = None) -> tuple[Order, ...]:
     """Every rank's transfers in the global order, that of a simulation with these costs (uniform by default).
 
     Any costs do, as long as all ranks use the same; with those of the run messages wait less for each other.
+    Kept for a few schedules: a search asks for the same ones again and again.
     """
     timeline = simulate(schedule, costs or Costs.uniform(schedule.stages))
     consumed = {
@@ -58,18 +65,18 @@ def transfers(schedule: Schedule, costs: Costs | None = None) -> list[list[Trans
         receiver = schedule.placement[message.target]
         result[sender].append(Transfer(message, True, receiver, consumed[message]))
         result[receiver].append(Transfer(message, False, sender, index))
-    return [_with_answers(own) for own in result]
+    return tuple(map(_with_answers, result))
 
 
-def _with_answers(own: list[Transfer]) -> list[Transfer]:
+def _with_answers(own: list[Transfer]) -> Order:
     last: dict[int, int] = {}
     for transfer in own:
         if not transfer.outgoing:
             last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
-    return [
+    return tuple(
         transfer._replace(answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
         for transfer in own
-    ]
+    )
 
 
 T = TypeVar("T")
@@ -99,7 +106,7 @@ class Transport(Protocol[T]):
 class Exchange(Generic[T]):
     """Sends and receives one step's messages of this rank, in the order of its entry of :func:`transfers`."""
 
-    def __init__(self, schedule: Schedule, order: list[Transfer], transport: Transport[T]) -> None:
+    def __init__(self, schedule: Schedule, order: Order, transport: Transport[T]) -> None:
         self._order = order
         self._transport = transport
         self._microbatches = schedule.microbatches

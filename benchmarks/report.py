@@ -411,9 +411,10 @@ def roofline(results: dict[str, Any]) -> Iterator[str]:
         "with waiting",
         "update ms",
         "exposed / sent ms",
+        "ms per layer, planned",
     )
     yield f"| model | tensor | {' | '.join(columns)} |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield f"|{'---|' * (2 + len(columns))}"
     pairs = zip(results["bounds"][::2], results["bounds"][1::2])
     for before, after in pairs:
         figures = (
@@ -426,7 +427,8 @@ def roofline(results: dict[str, Any]) -> Iterator[str]:
             ("block_exposed_ms", ".2f"),
         )
         cells = " | ".join(f"{before[name]:{kind}} → {after[name]:{kind}}" for name, kind in figures)
-        yield f"| {after['model']} | {after['tensor']} | {cells} of {after['block_sent_ms']:.2f} |"
+        cells += f" of {after['block_sent_ms']:.2f} | {after['planned_ms']:.2f}"
+        yield f"| {after['model']} | {after['tensor']} | {cells} |"
 
 
 def context_balance(results: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,8 @@ the loss, with row-parallel layers' weight gradients computed at once instead of
 with messages and products in one chunk.
 Collectives, at 450 GB/s and 15 us for each, are on a stream of their own: listed are the bounds with the
 waiting of this timeline, and with all of them exposed. Products of chunks count at the full rate.
+``planned`` is what :mod:`hexad.planning` predicts for the layer, from what its specification declares and
+kernels that were fitted by shape, waiting included; its launches are those declared.
 
 MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token` and refers to the published peak
 (989 TFLOP/s). The embedding is left out, as is what smaller products do less well. The optimizer's update of
@@ -39,20 +41,26 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hexad import load_config
+from hexad import Layout, load_config
 from hexad.comm import collectives
 from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels, ops, residual
-from hexad.model.recompute_inventory import Recompute
+from hexad.model.recompute_inventory import NOTHING, Recompute
 from hexad.model.transformer import Transformer, build_stages
 from hexad.optim.schedule import update_bytes
 from hexad.parallel import contributions, pointwise
 from hexad.parallel.expert import grouped
+from hexad.parallel.inventory import Pass, Product
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.parallel.tensor import loss
 from hexad.parallel.tensor.linear_inventory import forward_chunks
+from hexad.planning import resolve
 from hexad.planning.costs import flops_per_token, parameter_count
+from hexad.planning.job import Job
+from hexad.planning.links import Cluster
+from hexad.planning.step_time import Predictor
 from hexad.topology.devices import Attainable, named_gpus
+from hexad.topology.hardware import load_hardware
 from hexad.topology.mesh import Axis
 
 LINK, LAUNCH, START = 450e9, 4e-6, 15e-6
@@ -324,6 +332,30 @@ def _forward_and_backward(stage: Transformer, ids: torch.Tensor) -> None:
     stage.loss_sum(ids, ids, scale=1e-5).backward()
 
 
+def planned(preset: str, tokens: int, tensor: int, gpu: str) -> dict[str, float]:
+    """What the planner predicts for a layer, forward and backward."""
+    config = load_config(
+        {
+            "run": {"device": "cuda"},
+            "model": {"preset": preset},
+            "data": {"sequence": tokens},
+            "batch": {"micro": 1, "global": 1},
+            "precision": {"dtype": "bf16"},
+            "parallel": {"tensor": tensor},
+        }
+    )
+    job = Job.of(resolve(config, Layout.from_settings(config.parallel, tensor)))
+    predictor, block = Predictor(job, Cluster(load_hardware(gpu), tensor)), job.stages[0].blocks[0]
+    times = [predictor.layer(block, NOTHING, kind, False) for kind in ("F", "BW")]
+    operations = block.operations(job.run)
+    launches = sum(
+        operation.kernels if isinstance(operation, Pass) else 1
+        for operation in (*operations.forward, *operations.backward)
+        if isinstance(operation, Pass | Product)
+    )
+    return {"planned_ms": sum(time.seconds for time in times) * 1e3, "planned_launches": launches}
+
+
 def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100") -> dict[str, Any]:
     """The bound of the whole model, from a layer and from what is left of a model of one layer."""
     device = named_gpus()[gpu][0]
@@ -354,6 +386,7 @@ def bound(preset: str, tokens: int, tensor: int, after: bool, gpu: str = "h100")
         "mfu_bound_timeline": flops / (seconds + exposed) / device.half,
         "mfu_bound_collectives_exposed": flops / (seconds + sent) / device.half,
         "update_ms": updated * update_bytes(2, 4, 4, True, after, scaled=True) / rates.copies * 1e3,
+        **(planned(preset, tokens, tensor, gpu) if after else {}),
         "block_sent_ms": block.sent * 1e3,
         "block_exposed_ms": block.exposed * 1e3,
         "block_operators": {
@@ -399,6 +432,7 @@ def main() -> None:
     print(f"{'model':14s}{'tensor':>7s}{'':>8s}{'launches':>10s}{'layer ms':>10s}{'head ms':>9s}", end="")
     print(
         f"{'MFU at most':>13s}{'with waiting':>14s}{'all exposed':>13s}{'sent, exposed':>18s}{'update':>11s}"
+        f"{'planned':>9s}"
     )
     for preset in options.models:
         for tensor in options.tensor:
@@ -410,6 +444,7 @@ def main() -> None:
                     f"{least['block_ms']:10.3f}{least['head_ms']:9.3f}{least['mfu_bound']:13.3f}"
                     f"{least['mfu_bound_timeline']:14.3f}{least['mfu_bound_collectives_exposed']:13.3f}"
                     f"{least['block_sent_ms']:9.3f}{least['block_exposed_ms']:9.3f}{least['update_ms']:11.2f}"
+                    f"{least.get('planned_ms', 0.0):9.3f}"
                 )
                 for name, row in least["block_operators"].items() if options.operators else ():
                     print(

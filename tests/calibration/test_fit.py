@@ -1,5 +1,6 @@
 """Constants fitted on figures that closed formulas make, and a plan for the CPU that they describe."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,23 @@ def test_wrong_calls_are_refused(cpu_file: Path, arguments: list[str], words: st
 def test_a_format_that_was_not_measured_is_refused(cpu_file: Path) -> None:
     with pytest.raises(HexadError, match="found format bf16, of which no peak is known; known: fp32"):
         hexad.plan("llama3.2-1b", f"{cpu_file}:2", sequence=64, global_batch=8, precision="bf16")
+
+
+@pytest.mark.slow
+def test_this_host_is_measured(tmp_path: Path) -> None:
+    """The whole command: ranks on all processors, the file, the errors of the fit, a plan for the file."""
+    path = tmp_path / "here.yaml"
+    tree = json.loads(call("plan", "--calibrate", "--output", str(path), "--json").out)
+    assert tree["path"] == str(path) and set(tree["errors"]) <= {
+        "products",
+        "attention",
+        "collectives",
+        "steps",
+    }
+    figures = Figures.from_tree(tree["figures"])
+    assert {step.model for step in figures.steps} == set(MODELS)
+    hardware = load_hardware(path)
+    assert hardware.vendor == "cpu" and hardware.domain == tree["ranks"]
+    job = tmp_path / "run.yaml"
+    job.write_text("model: {layers: 4, hidden: 256, heads: 4, vocab: 512}\n")
+    assert hexad.plan(job, f"{path}:1", sequence=256, global_batch=4).layouts

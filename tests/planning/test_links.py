@@ -117,6 +117,29 @@ def test_groups_of_layouts_are_those_of_their_ranks(layout: Layout, domain: int)
             assert Group.strided(degree, stride, domain) == expected
 
 
+@pytest.mark.parametrize("domain", [1, 2, 3, 8, 12])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(world=96, tensor=2, context=3),
+        Layout(world=64, tensor=4, pipeline=2, order="tensor-context-expert-pipeline-data"),
+        Layout(world=60, context=5, pipeline=2),
+        Layout(world=36, tensor=3, order="data-tensor-context-expert-pipeline"),
+    ],
+    ids=lambda layout: f"{layout.world}",
+)
+def test_runs_of_a_group_and_their_places(layout: Layout, domain: int) -> None:
+    """As a mesh splits an axis: runs of neighbouring places, and the same place of every run."""
+    axes = ("context", "data")
+    ranks = layout.groups(*axes)[0]
+    for size in (size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0):
+        expected = []
+        for part in (ranks[:size], ranks[::size]):
+            domains = [rank // domain for rank in part]
+            expected.append(Group(len(part), min(map(domains.count, domains)), len(set(domains))))
+        assert list(Group.split(layout, axes, size, domain)) == expected, size
+
+
 def test_a_group_that_begins_inside_a_domain_may_cross_into_the_next() -> None:
     layout = Layout(world=24, tensor=6)  # the first group fits into a domain of 8, the second does not
     assert Group.strided(6, 1, 8) == Group(6, 6, 1)

@@ -10,7 +10,7 @@ from hexad import Layout, load_config
 from hexad.config import Config
 from hexad.planning import resolve
 from hexad.planning.job import Job
-from hexad.planning.links import Cluster
+from hexad.planning.links import Cluster, Group
 from hexad.planning.step_time import Predictor
 from hexad.topology.hardware import load_hardware
 
@@ -99,3 +99,37 @@ def test_experts_send_and_compute() -> None:
     assert action.exposed["expert"] > 0 and "expert" not in plain.exposed
     assert action.computed["permutation"] > 0
     assert action.computed["product"] == pytest.approx(plain.computed["product"], rel=0.25)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_replicas_of_the_size_of_a_node_gather_inside_it(zero: int) -> None:
+    """Weights are gathered over NVLink in place of the network; gradients are summed over nodes once."""
+    parallel = {"zero": zero}
+    whole, hybrid = (
+        _predictor(_config(SMALL, 4096, 1, 256, parallel=parallel | {"replicas": replicas}), 64)
+        for replicas in (1, 8)
+    )
+    layer = 100e6
+    for operation in ("all_gather", "reduce_scatter"):
+        inside = hybrid.state_seconds(operation, "shards of dense", layer, 1)
+        assert inside == hybrid.cluster.seconds(operation, layer, Group(8, 8, 1))
+        assert inside < whole.state_seconds(operation, "shards of dense", layer, 1)
+    across = hybrid.state_seconds("all_reduce", "replicas of dense", layer / 8, 1)
+    assert across == hybrid.cluster.seconds("all_reduce", layer / 8, Group(8, 1, 8))
+    assert whole.state_seconds("all_reduce", "replicas of dense", layer, 1) == 0
+    if zero == 3:
+        waiting = [job.actions[0, "F"].exposed["data"] for job in (hybrid, whole)]
+        assert waiting[0] < waiting[1]
+
+
+def test_an_update_on_the_host() -> None:
+    """28 bytes of each of the rank's parameters, at the host's rate."""
+    settings = {"parallel": {"zero": 1}, "memory": {"offload": "optimizer"}}
+    here, there = (
+        _predictor(_config(SMALL, 4096, 1, 64, **{**settings, **memory}), 8)
+        for memory in ({"memory": {}}, {})
+    )
+    elements = sum(there.job.elements[0].values()) / 8
+    seconds = elements * 28 / (load_hardware("h100").constants.host.update_gb_per_s * 1e9)
+    assert there.step.update == pytest.approx(seconds, abs=1e-3)
+    assert there.step.total - there.step.update == pytest.approx(here.step.total - here.step.update)

@@ -56,7 +56,7 @@ def fitted(figures: Figures, name: str, memory: int, ranks: int) -> Hardware:
         memory: bytes of the host.
         ranks: that it has been measured with.
     """
-    formats = sorted({one.dtype for one in figures.products})
+    formats = sorted({figure.dtype for figure in figures.products})
     peaks = {dtype: _ABOVE * max(map(_rate, _of(figures.products, dtype))) / 1e12 for dtype in formats}
     bare = Hardware(
         names=(name,),
@@ -68,7 +68,7 @@ def fitted(figures: Figures, name: str, memory: int, ranks: int) -> Hardware:
         memory_gib={max(1, round(memory / ranks / 1e9)): memory / ranks / 2**30},
         memory_gb_per_s=figures.copies / 1e9,
         domain=ranks,
-        link_gb_per_s=max([1.0, *(_sent(one) / one.seconds / 1e9 for one in figures.collectives)]),
+        link_gb_per_s=max([1.0, *(_sent(figure) / figure.seconds / 1e9 for figure in figures.collectives)]),
         network_gb_per_s=1.0,
         constants=Constants(source="calibrated"),
     )
@@ -85,7 +85,7 @@ def fitted(figures: Figures, name: str, memory: int, ranks: int) -> Hardware:
 
 
 def _of(figures: Iterable[Timed], dtype: Format) -> list[Timed]:
-    return [one for one in figures if one.dtype == dtype]
+    return [figure for figure in figures if figure.dtype == dtype]
 
 
 def _rate(product: ProductFigure) -> float:
@@ -108,7 +108,9 @@ def _products(hardware: Hardware, dtype: Format, figures: Sequence[ProductFigure
         entry = ProductConstants(tflops=peak, start_us=start, bandwidth=1.0, depth=depth, overlap=overlap)
         for _ in range(3):
             kernels = _with(hardware, products={dtype: entry})
-            pairs = [(kernels.product(one.m, one.n, one.k, dtype), one.seconds) for one in figures]
+            pairs = [
+                (kernels.product(figure.m, figure.n, figure.k, dtype), figure.seconds) for figure in figures
+            ]
             if (error := _error(pairs)) < least:
                 best, least = entry, error
             entry = entry.model_copy(update={"tflops": min(peak, entry.tflops * _middle_ratio(pairs))})
@@ -130,15 +132,17 @@ def _attention(hardware: Hardware, dtype: Format, figures: Sequence[AttentionFig
     best, least = None, float("inf")
     for padding in _PADDINGS:
         done: defaultdict[int, list[float]] = defaultdict(list)
-        for one in figures:
-            if one.forward:
-                pairs = one.heads * (one.length**2 / 2 + padding * one.length)
-                done[one.width].append(pairs / one.seconds)
+        for figure in figures:
+            if figure.forward:
+                pairs = figure.heads * (figure.length**2 / 2 + padding * figure.length)
+                done[figure.width].append(pairs / figure.seconds)
         rates = {width: median(values) / 1e12 for width, values in sorted(done.items())}
         entry = AttentionConstants(tpairs=rates, start_us=10.0, bandwidth=1.0, padding=padding)
         times = _attention_times(hardware, dtype, entry, figures)
         slower = [
-            measured / predicted for (predicted, measured), one in zip(times, figures) if not one.forward
+            measured / predicted
+            for (predicted, measured), figure in zip(times, figures)
+            if not figure.forward
         ]
         entry = entry.model_copy(update={"backward": max(1.0, median(slower) * entry.backward)})
         error = _error(_attention_times(hardware, dtype, entry, figures))
@@ -152,26 +156,30 @@ def _attention_times(
     hardware: Hardware, dtype: Format, entry: AttentionConstants, figures: Iterable[AttentionFigure]
 ) -> list[tuple[float, float]]:
     kernels = _with(hardware, attention={dtype: entry})
-    return [(_attended(kernels, one), one.seconds) for one in figures]
+    return [(_attended(kernels, figure), figure.seconds) for figure in figures]
 
 
-def _attended(kernels: Kernels, one: AttentionFigure) -> float:
-    action: Literal["forward", "backward"] = "forward" if one.forward else "backward"
-    return kernels.attention(action, one.heads, one.length, one.width, one.dtype)
+def _multiplied(kernels: Kernels, figure: ProductFigure) -> float:
+    return kernels.product(figure.m, figure.n, figure.k, figure.dtype)
+
+
+def _attended(kernels: Kernels, figure: AttentionFigure) -> float:
+    action: Literal["forward", "backward"] = "forward" if figure.forward else "backward"
+    return kernels.attention(action, figure.heads, figure.length, figure.width, figure.dtype)
 
 
 def _memory(hardware: Hardware, figures: Sequence[StepFigure]) -> MemoryConstants:
     """What steps take besides products and attention, as time per byte and per operator."""
-    formats = sorted({one.dtype for one in figures}, reverse=True)
+    formats = sorted({figure.dtype for figure in figures}, reverse=True)
     rows, updates = [], []
-    for one in figures:
-        job = job_of(one)
+    for figure in figures:
+        job = job_of(figure)
         passes, operators = declared(job)
-        rest = max(1e-6, one.microbatch - one.products - one.attention)
+        rest = max(1e-6, figure.microbatch - figure.products - figure.attention)
         nbytes = sum(function.nbytes for function in passes)
-        rows.append([*(nbytes * (one.dtype == dtype) for dtype in formats), operators, rest])
+        rows.append([*(nbytes * (figure.dtype == dtype) for dtype in formats), operators, rest])
         updated = sum(sum(grids.values()) for grids in job.elements.values()) * job.update
-        updates.append(updated / max(1e-6, one.besides))
+        updates.append(updated / max(1e-6, figure.besides))
     table = np.array(rows)
     scaled = table / table[:, -1:]  # errors relative to the time
     solution = _positive(scaled[:, :-1], scaled[:, -1])
@@ -194,8 +202,8 @@ def _positive(table: Any, values: Any) -> list[float]:
         if solution[worst] >= 0:
             break
         del kept[worst]
-    found = dict(zip(kept, map(float, solution)))
-    return [found.get(column, 0.0) for column in range(table.shape[1])]
+    coefficients = dict(zip(kept, map(float, solution)))
+    return [coefficients.get(column, 0.0) for column in range(table.shape[1])]
 
 
 def job_of(figure: StepFigure) -> Job:
@@ -209,9 +217,9 @@ def declared(job: Job) -> tuple[list[Pass], int]:
     (stage,) = job.stages.values()
     parts = [stage.before_layers(job.run), stage.after_layers(job.run)]
     parts += stage.layer_operations(job.run, job.recompute, False)
-    operations = [one for part in parts for one in (*part.forward, *part.backward)]
-    passes = [one for one in operations if isinstance(one, Pass)]
-    products = sum(isinstance(one, Product) for one in operations)
+    operations = [operation for part in parts for operation in (*part.forward, *part.backward)]
+    passes = [operation for operation in operations if isinstance(operation, Pass)]
+    products = sum(isinstance(operation, Product) for operation in operations)
     return passes, sum(function.kernels for function in passes) + products
 
 
@@ -225,14 +233,14 @@ def _collectives(figures: Sequence[CollectiveFigure]) -> dict[Any, CollectiveCon
     kinds = _by_operation(figures)
     constants: dict[Any, CollectiveConstants] = {}
     for operation, measured in kinds.items():
-        rates = [_sent(one) / one.seconds / 1e9 for one in measured if one.nbytes >= 2**20]
-        start = min(one.seconds for one in measured) * 1e6
+        rates = [_sent(figure) / figure.seconds / 1e9 for figure in measured if figure.nbytes >= 2**20]
+        start = min(figure.seconds for figure in measured) * 1e6
         best, least = None, float("inf")
         for slower, share in combinations(np.linspace(0.8, 1.6, 17), (0.5, 0.7, 0.85, 1.0)):
             entry = CollectiveConstants(start_us=start * share, gb_per_s=median(rates) * float(slower))
             error = _error(
-                (in_domain_seconds(operation, one.ranks, one.nbytes, entry), one.seconds)  # type: ignore[arg-type]
-                for one in measured
+                (in_domain_seconds(operation, figure.ranks, figure.nbytes, entry), figure.seconds)  # type: ignore[arg-type]
+                for figure in measured
             )
             if error < least:
                 best, least = entry, error
@@ -243,8 +251,8 @@ def _collectives(figures: Sequence[CollectiveFigure]) -> dict[Any, CollectiveCon
 
 def _by_operation(figures: Iterable[CollectiveFigure]) -> dict[str, list[CollectiveFigure]]:
     kinds: defaultdict[str, list[CollectiveFigure]] = defaultdict(list)
-    for one in figures:
-        kinds[one.operation].append(one)
+    for figure in figures:
+        kinds[figure.operation].append(figure)
     return kinds
 
 
@@ -252,8 +260,8 @@ def errors(hardware: Hardware, figures: Figures) -> dict[str, float]:
     """Median absolute errors of what was measured, by kind: of those of 100 us and more."""
     kernels = Kernels(hardware)
     predicted: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    for one in figures.products:
-        predicted["products"].append((kernels.product(one.m, one.n, one.k, one.dtype), one.seconds))
+    for product in figures.products:
+        predicted["products"].append((_multiplied(kernels, product), product.seconds))
     for call in figures.attention:
         predicted["attention"].append((_attended(kernels, call), call.seconds))
     for sent in figures.collectives:

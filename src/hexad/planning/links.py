@@ -73,14 +73,15 @@ class Group:
         """Of a group along axes, a run of ``size`` neighbouring places, and the places across its runs."""
         run: list[tuple[int, int]] = []
         across: list[tuple[int, int]] = []
-        left = size
+        left, whole = size, True
         for degree, stride in layout.digits(*axes):
             inside = gcd(degree, left)
             run.append((inside, stride))
             across.append((degree // inside, stride * inside))
             left //= inside
+            whole = whole and (inside == degree or left == 1)  # no digit is divided before the last one
         groups = cls._aligned(run, domain), cls._aligned(across, domain)
-        if left == 1 and None not in groups:
+        if whole and None not in groups:
             return groups  # type: ignore[return-value]
         ranks = next(layout.iter_groups(*axes))
         return cls.of_ranks(ranks[:size], domain), cls.of_ranks(ranks[::size], domain)

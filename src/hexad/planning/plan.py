@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -319,7 +320,8 @@ def explained(plan: Plan, layout: str) -> Candidate:
     Raises:
         HexadError: it is not possible.
     """
-    overrides = [_setting(part) for part in layout.split(",") if part.strip()]
+    parts = re.split(r",(?![^\[]*\])", layout)  # not at those of a list
+    overrides = [_setting(part) for part in parts if part.strip()]
     tree = plan.config.model_dump(mode="json", by_alias=True)
     apply_overrides(tree, overrides)
     config = build_config(tree)
@@ -330,13 +332,14 @@ def explained(plan: Plan, layout: str) -> Candidate:
     return Candidate(resolved, job, Predictor(job, plan.cluster.cluster).step, memory, device)
 
 
-_SHORT = {
+SHORT_NAMES = {
     "micro": "batch.micro",
     "recompute": "memory.recompute",
     "offload": "memory.offload",
     "recompute_layers": "memory.recompute_layers",
     "recompute_parts": "memory.recompute_parts",
 }
+"""Names of settings of other groups in the layouts that :func:`explained` takes."""
 
 
 def _setting(text: str) -> str:
@@ -344,7 +347,7 @@ def _setting(text: str) -> str:
     key, equals, value = text.strip().partition("=")
     if not equals:
         raise HexadError(f"layout: found '{text}', expected settings such as tensor=8,pipeline=4,zero=1")
-    key = key if "." in key else _SHORT.get(key, f"parallel.{key}")
+    key = key if "." in key else SHORT_NAMES.get(key, f"parallel.{key}")
     return f"{key}={value}"
 
 

@@ -478,5 +478,5 @@ def _memory(measured: Mapping[str, Any]) -> float | None:
 
 def _gigabytes(row: Mapping[str, Any]) -> int | None:
     """Memory of a GPU as its name states it."""
-    found = re.search(r"(\d+)\s*GB\b", str(row.get("gpu")))
-    return int(found[1]) if found else None
+    match = re.search(r"(\d+)\s*GB\b", str(row.get("gpu")))
+    return int(match[1]) if match else None

@@ -107,16 +107,16 @@ def _compiled(text: str) -> bool | None:
 
 
 def _flag(text: str, assigned: str, yes: str, no: str) -> bool | None:
-    if found := re.search(assigned, text):
-        return found[1] in ("1", "true", "yes")
+    if match := re.search(assigned, text):
+        return match[1] in ("1", "true", "yes")
     if re.search(yes, text):
         return True
     return False if re.search(no, text) else None
 
 
 def _count(text: str, pattern: str) -> int | None:
-    found = re.search(pattern, text)
-    return int(found[1]) if found else None
+    match = re.search(pattern, text)
+    return int(match[1]) if match else None
 
 
 def _local_layers(row: Mapping[str, Any]) -> bool:
@@ -131,7 +131,7 @@ def _local_layers(row: Mapping[str, Any]) -> bool:
 def _graphs(row: Mapping[str, Any], text: str) -> bool:
     """Whether CUDA graphs start the kernels: as the note says; Megatron-Bridge's recipes for Blackwell GPUs
     capture them."""
-    if found := re.search(r"cuda_graph=(\w+)", text):
-        return found[1] in ("1", "true")
+    if match := re.search(r"cuda_graph=(\w+)", text):
+        return match[1] in ("1", "true")
     bridge = "megatron-bridge" in str(row.get("source")).lower()
     return "cuda graphs" in text or (bridge and bool(re.search(r"\bg?b[23]00", str(row.get("gpu")).lower())))

@@ -111,7 +111,8 @@ class Search:
         return Choices(self.base, cluster.gpus, cluster.domain_size, self.fixed, self.rejected)
 
     @cached_property
-    def _bounds(self) -> Bounds:
+    def bounds(self) -> Bounds:
+        """What layouts take at the least."""
         return Bounds(self.choices, self.cluster, self.room, self.system, self._memo)
 
     def best(self, top: int) -> list[Candidate]:
@@ -120,7 +121,7 @@ class Search:
         fastest: dict[tuple[Any, ...], Candidate] = {}
         numbers = count()
         queue: list[tuple[float, int, Grid, Pipeline | None, bool]] = [
-            (self._bounds.grid(grid), next(numbers), grid, None, False) for grid in self.choices.grids()
+            (self.bounds.grid(grid), next(numbers), grid, None, False) for grid in self.choices.grids()
         ]
         heapq.heapify(queue)
         while queue:
@@ -132,7 +133,7 @@ class Search:
             if pipeline is None or not tight:
                 choices = self.choices.pipelines(grid) if pipeline is None else [pipeline]
                 for choice in choices:
-                    bounds = self._bounds.of(grid, choice, tight=pipeline is not None)
+                    bounds = self.bounds.of(grid, choice, tight=pipeline is not None)
                     if bounds:
                         least = min(bound.seconds for bound in bounds.values())
                         heapq.heappush(queue, (least, next(numbers), grid, choice, pipeline is not None))
@@ -159,7 +160,7 @@ class Search:
             return None
         self.pipelines += 1
         memories, best = Memories(self.choices, self.room, steps.resolved), None
-        bounds = self._bounds.of(grid, choice, tight=True)
+        bounds = self.bounds.of(grid, choice, tight=True)
         for order, (recompute, bound) in product(self.choices.orders(steps.resolved.layout), bounds.items()):
             least = memories.at_least(Variant(order, recompute), bound.part)
             if bound.seconds >= limit or (resolved := memories.resolved(least)) is None:

@@ -65,8 +65,8 @@ def _row(line: str, name: str) -> dict[str, Any]:
         raise HexadError(f"{name}: found {line.strip():.60}, expected a JSON object")
     for name_of_part in ("model", "measured"):
         if not isinstance(row.get(name_of_part, {}), dict):
-            found = json.dumps(row[name_of_part])
-            raise HexadError(f"{name}: {name_of_part}: found {found:.60}, expected a JSON object")
+            value = json.dumps(row[name_of_part])
+            raise HexadError(f"{name}: {name_of_part}: found {value:.60}, expected a JSON object")
     return row
 
 

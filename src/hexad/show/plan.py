@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from hexad.config import counted
-from hexad.planning.plan import Plan, compared
+from hexad.planning.plan import SHORT_NAMES, Plan, compared
 from hexad.planning.search import Candidate
 
 _GIB = 2**30
@@ -30,7 +31,10 @@ def plan_text(plan: Plan) -> RenderableType:
     return Group(
         title,
         _layouts(plan),
-        *(f"{number:2}  {name}" for number, name in enumerate(names, 1)),
+        *(
+            Text(f"{number:2}  {name}", no_wrap=True, overflow="ignore")
+            for number, name in enumerate(names, 1)
+        ),
         f"{searched}; not possible: {rejected or 'none'}",
         f"{plan.convention}. GiB: tensors of the rank that needs the most, and all that its GPU holds, of "
         f"{plan.cluster.capacity / _GIB:.1f}.",
@@ -39,12 +43,12 @@ def plan_text(plan: Plan) -> RenderableType:
 
 def layout_name(plan: Plan, candidate: Candidate) -> str:
     """A layout in the form that ``--explain`` takes."""
-    names = {"batch.micro": "micro", "memory.recompute": "recompute", "memory.offload": "offload"}
+    names = {key: name for name, key in SHORT_NAMES.items()}
     parts = {}
     for key, value in plan.settings(candidate).items():
         parts[names.get(key, key.removeprefix("parallel."))] = value
     parts.setdefault("micro", candidate.resolved.config.batch.micro)
-    return ",".join(f"{name}={value}" for name, value in parts.items())
+    return ",".join(f"{name}={value}".replace(" ", "") for name, value in parts.items())
 
 
 def _layouts(plan: Plan) -> Table:

@@ -95,13 +95,21 @@ def tradeoff_figure(plan: Plan, candidate: Candidate) -> Figure:
     axes.set_axisbelow(True)
     tokens, gpus = candidate.job.tokens, plan.cluster.cluster.gpus
     capacity = plan.cluster.capacity / _GIB
-    rates = [tokens / point.seconds / gpus for point in plan.points]
-    sizes = [point.nbytes / _GIB for point in plan.points]
-    axes.scatter(sizes, rates, s=18, color=PALETTE[0], label="other layouts", edgecolors=GREY, linewidths=0.3)
+    kinds = (
+        (False, PALE_GREY, "at the least: slower ones are not predicted exactly"),
+        (True, PALETTE[0], "predicted"),
+    )
+    highest = 0.0
+    for exact, colour, label in kinds:
+        points = [point for point in plan.points if point.exact == exact]
+        rates = [tokens / point.seconds / gpus for point in points]
+        sizes = [point.nbytes / _GIB for point in points]
+        axes.scatter(sizes, rates, s=18, color=colour, label=label, edgecolors=GREY, linewidths=0.3)
+        highest = max([highest, *rates])
     best = candidate.device.total / _GIB, plan.rate(candidate)
     axes.scatter([best[0]], [best[1]], s=60, color=PALETTE[5], label="this layout", zorder=3)
     axes.axvline(capacity, color="#c1121f", linestyle="--", linewidth=1.2, label=f"{plan.cluster.name}")
-    axes.set_ylim(0, 1.08 * max([best[1], *rates]))
+    axes.set_ylim(0, 1.08 * max(highest, best[1]))
     axes.set_xlim(left=0)
     width, height = 0.006 * axes.get_xlim()[1], 0.012 * axes.get_ylim()[1]
     for point in plan.points:

@@ -93,7 +93,7 @@ def layouts(settings: tuple[str, ...], calibrate: bool, dry_run: bool, as_json: 
     elif candidates:
         console.print(explanation_text(result, candidates[0]))
     else:
-        console.print(plan_text(result))
+        console.print(plan_text(result), soft_wrap=True)  # names are copied whole
     if options["output"] is not None:
         _write(options["output"], result.run_yaml((candidates or result.layouts)[0]))
     return 0

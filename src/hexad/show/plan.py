@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from hexad.config import counted
 from hexad.planning.plan import SHORT_NAMES, Plan, compared
@@ -31,10 +30,7 @@ def plan_text(plan: Plan) -> RenderableType:
     return Group(
         title,
         _layouts(plan),
-        *(
-            Text(f"{number:2}  {name}", no_wrap=True, overflow="ignore")
-            for number, name in enumerate(names, 1)
-        ),
+        *(f"{number:2}  {name}" for number, name in enumerate(names, 1)),
         f"{searched}; not possible: {rejected or 'none'}",
         f"{plan.convention}. GiB: tensors of the rank that needs the most, and all that its GPU holds, of "
         f"{plan.cluster.capacity / _GIB:.1f}.",

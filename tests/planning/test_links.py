@@ -125,18 +125,24 @@ def test_groups_of_layouts_are_those_of_their_ranks(layout: Layout, domain: int)
         Layout(world=64, tensor=4, pipeline=2, order="tensor-context-expert-pipeline-data"),
         Layout(world=60, context=5, pipeline=2),
         Layout(world=36, tensor=3, order="data-tensor-context-expert-pipeline"),
+        Layout(world=28, tensor=7),
     ],
     ids=lambda layout: f"{layout.world}",
 )
 def test_runs_of_a_group_and_their_places(layout: Layout, domain: int) -> None:
     """As a mesh splits an axis: runs of neighbouring places, and the same place of every run."""
     axes = ("context", "data")
-    ranks = layout.groups(*axes)[0]
-    for size in (size for size in range(1, len(ranks) + 1) if len(ranks) % size == 0):
+    groups = layout.groups(*axes)
+    whole = len(groups[0])
+    for size in (size for size in range(1, whole + 1) if whole % size == 0):
+        runs = [ranks[begin : begin + size] for ranks in groups for begin in range(0, whole, size)]
+        places = [ranks[place::size] for ranks in groups for place in range(size)]
         expected = []
-        for part in (ranks[:size], ranks[::size]):
-            domains = [rank // domain for rank in part]
-            expected.append(Group(len(part), min(map(domains.count, domains)), len(set(domains))))
+        for parts in (runs, places):
+            domains = [[rank // domain for rank in part] for part in parts]
+            local = {(len(set(own)), min(map(own.count, own))) for own in domains}
+            count, least = max(local, key=lambda group: (group[0], -group[1]))
+            expected.append(Group(len(parts[0]), least, count))
         assert list(Group.split(layout, axes, size, domain)) == expected, size
 
 

@@ -53,7 +53,7 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @plan.command(context_settings={"help_option_names": ["-h", "--help"]})
 @job_options
-@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to list.")
+@click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to list at most.")
 @click.option("--explain", metavar="LAYOUT", help="Break one down, such as tensor=8,pipeline=4,zero=1.")
 @click.option("--compare", metavar="A B", nargs=2, help="Two layouts side by side.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the best one as a run.yaml.")
@@ -64,8 +64,8 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def layouts(settings: tuple[str, ...], calibrate: bool, dry_run: bool, as_json: bool, **options: Any) -> int:
     """Find the fastest layouts of a model on a cluster, in seconds and without it.
 
-    Layouts that take at most 3 % longer than the best one are all among those listed. `hexad plan validate
-    FILE.jsonl` predicts measured runs.
+    Listed are the best layouts of different degrees: all that take at most 3 % longer than the best one, and
+    others that were fastest on the way. `hexad plan validate FILE.jsonl` predicts measured runs.
 
     With --dry-run the engine that trains makes a step of one rank, without the other ranks and without
     values: its peak memory by component, beside the prediction, and the bytes that it sends over every axis.
@@ -80,10 +80,9 @@ def layouts(settings: tuple[str, ...], calibrate: bool, dry_run: bool, as_json: 
 
     if options["rank"] is not None:
         raise HexadError("--rank: found without --dry-run; add it, or leave --rank out")
-    chosen = options["explain"], options["compare"]
-    result = planned_by(settings, options, 0 if any(chosen) else options["top"])
-    console = Console(highlight=False)
-    named = [options["explain"]] if options["explain"] else list(options["compare"] or ())
+    named = _named(options)
+    result = planned_by(settings, options, 0 if named else options["top"])
+    console = Console(highlight=False, soft_wrap=True)  # names of layouts are copied whole
     candidates = [explained(result, name) for name in named]
     if as_json:
         trees = [result.tree(candidate) for candidate in candidates]
@@ -93,10 +92,29 @@ def layouts(settings: tuple[str, ...], calibrate: bool, dry_run: bool, as_json: 
     elif candidates:
         console.print(explanation_text(result, candidates[0]))
     else:
-        console.print(plan_text(result), soft_wrap=True)  # names are copied whole
+        console.print(plan_text(result))
     if options["output"] is not None:
         _write(options["output"], result.run_yaml((candidates or result.layouts)[0]))
     return 0
+
+
+def _named(options: dict[str, Any]) -> list[str]:
+    """The layouts of --explain or --compare.
+
+    Raises:
+        HexadError: both are there, or what is to be written is not clear or exists.
+    """
+    explain, compare, output = options["explain"], options["compare"], options["output"]
+    if explain is not None and compare is not None:
+        raise HexadError("--compare: found beside --explain; give one of them")
+    if compare is not None and output is not None:
+        raise HexadError("--output: found beside --compare, of two layouts; use --explain")
+    if explain is not None and not explain.strip():
+        raise HexadError("--explain: found no layout, expected one such as tensor=8,pipeline=4,zero=1")
+    if output is not None and (output.exists() or not output.absolute().parent.is_dir()):
+        why = "exists" if output.exists() else "is in a directory that does not exist"
+        raise HexadError(f"--output: found {output}, which {why}; give another path")
+    return [explain] if explain is not None else list(compare or ())
 
 
 plan.add_command(validate)
@@ -133,8 +151,8 @@ def planned_by(settings: tuple[str, ...], options: dict[str, Any], top: int) -> 
 def _calibrate(settings: tuple[str, ...], dry_run: bool, as_json: bool, options: dict[str, Any]) -> int:
     from .calibrate import calibrate
 
-    given = [name for name, value in {"dry_run": dry_run, **options}.items() if value and name != "output"]
-    besides = [*settings, *(f"--{name.replace('_', '-')}" for name in given if name != "top")]
+    present = [name for name, value in {"dry_run": dry_run, **options}.items() if value and name != "output"]
+    besides = [*settings, *(f"--{name.replace('_', '-')}" for name in present if name != "top")]
     if besides:
         raise HexadError(f"--calibrate: found beside {besides[0]}; it takes --output and --json only")
     return calibrate(options["output"], as_json)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from hexad.config import Config, ConfigError
 from hexad.model.block_inventory import BlockSpec
 from hexad.model.inventory import ModelInventory, StageSpec
-from hexad.model.recompute_inventory import Parts, Recompute
-from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.model.recompute_inventory import Part, Parts, Recompute
+from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.published import V_SHAPED
-from hexad.topology.layout import DEFAULT_ORDER, Layout
+from hexad.topology.layout import Layout
 
 from .choices import Choices, Grid, Pipeline, Variant
 from .device_memory import Room
@@ -29,6 +29,7 @@ from .links import Cluster
 from .memory import execution, predict
 from .rates import RankRates
 from .resolve import resolved_parallel, tensor_chunks
+from .stages import stage_layers
 from .step_time import Predictor
 from .timeline import ActionTime
 
@@ -39,13 +40,19 @@ DEFERRING = ("zb_h1", "zb_h2", "zb_v")
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
 
+_EVEN = 0.93
+"""The same, of what all ranks need on average."""
+
 
 class Sent(NamedTuple):
-    """Seconds of gathering all weights, and of reducing all gradients; of the first layer's gathers."""
+    """Seconds of gathering all weights, and of reducing all gradients."""
 
     gather: float = 0.0
     reduce: float = 0.0
-    first: float = 0.0
+
+
+Ways = tuple[tuple[float, float], ...]
+"""Seconds of actions, of the device and of the host."""
 
 
 @dataclass
@@ -73,20 +80,18 @@ class Times:
         return Counter(self._stage.blocks)
 
     @cached_property
-    def forward(self) -> float:
-        """Seconds of the forward pass."""
-        return self.predictor.action(self._stage, "F", False).seconds
+    def whole(self) -> Ways:
+        """(Device's, host's) seconds of F and BW."""
+        return tuple(self._pair(kind, False) for kind in ("F", "BW"))
 
     @cached_property
-    def backward(self) -> float:
-        """Seconds of the backward pass."""
-        return self.predictor.action(self._stage, "BW", False).seconds
+    def split(self) -> Ways:
+        """The same of F, B and W, where weight gradients are computed by themselves."""
+        return tuple(self._pair(kind, True) for kind in ("F", "B", "W"))
 
-    @cached_property
-    def split(self) -> tuple[float, ...]:
-        """Seconds of F, B and W where weight gradients are computed by themselves."""
-        kinds = ("F", "B", "W")
-        return tuple(self.predictor.action(self._stage, kind, True).seconds for kind in kinds)
+    def _pair(self, kind: str, split: bool) -> tuple[float, float]:
+        time = self.predictor.action(self._stage, kind, split)
+        return time.device, time.host
 
     @cached_property
     def layer(self) -> float:
@@ -120,10 +125,9 @@ class Times:
         moments = self._stage.blocks[-1].backward(self.predictor.job.run, self._parts, False)
         return max(0, *(moment.needed for moment in moments))
 
-    def seconds(self, choice: Pipeline) -> list[tuple[float, ...]]:
+    def ways(self, choice: Pipeline) -> list[Ways]:
         """Seconds of a microbatch's actions: F and BW; F, B and W, too, where a schedule has both."""
-        whole = self.forward, self.backward
-        return [whole, self.split] if choice.schedule in SPLIT else [whole]
+        return [self.whole, self.split] if choice.schedule in SPLIT else [self.whole]
 
 
 @dataclass
@@ -132,11 +136,13 @@ class Kernels:
 
     Attributes:
         times: by recompute.
+        plain: without recompute.
         elements: of trained parameters, by grid.
         predictor: of times.
     """
 
     times: dict[str, Times]
+    plain: Times
     elements: dict[Any, int]
     predictor: Predictor
 
@@ -147,14 +153,17 @@ class Kernels:
         return self._needs(choice, layout, (layers // choice.pipeline) / layers)
 
     def average(self, choice: Pipeline, layout: Layout, microbatches: int) -> Needs:
-        """The same of ranks that have equal parts of the model. Where weight gradients are deferred, the last
-        rank keeps the operands of as many microbatches as the first one keeps activations, less one, if there
-        are enough of them."""
-        needs = self._needs(choice, layout, _SLACK / choice.pipeline)
-        if choice.schedule not in DEFERRING or microbatches < 2 * choice.pipeline:
+        """The same of ranks that have equal parts of the model. Where weight gradients are deferred, of some
+        microbatches only their operands are kept; and the last rank keeps those of as many microbatches as
+        the first one keeps activations, less one, if there are enough of them."""
+        part, pipeline = _EVEN / choice.pipeline, choice.pipeline
+        needs = self._needs(choice, layout, part)
+        if choice.schedule not in SPLIT:
             return needs
-        part = 0.9 * (choice.pipeline - 1) / choice.pipeline**2
-        kept = {kind: max(size, part * self._operands) for kind, size in needs.kept.items()}
+        deferred = 0.9 * (pipeline - 1) / pipeline**2 * self._operands
+        if choice.schedule not in DEFERRING or microbatches < 2 * pipeline:
+            deferred = 0.0
+        kept = {kind: max(min(size, part * self._operands), deferred) for kind, size in needs.kept.items()}
         return needs._replace(kept=kept)
 
     @cached_property
@@ -190,23 +199,24 @@ class Kernels:
         """Seconds of what is sent over the data axis for a microbatch."""
         job = replace(self.predictor.job, layout=layout, zero=choice.zero, replicas=choice.replicas)
         predictor = replace(self.predictor, job=job)
-        run, layers, gathers, reduce = job.run, job.model.settings.layers, [0.0], 0.0
+        run, layers, gather, reduce = job.run, job.model.settings.layers, 0.0, 0.0
         for grid, elements in self.elements.items():
             part, shards = elements / layers, f"shards of {grid}"
             if choice.zero == 3:
-                gathers.append(layers * predictor.state_seconds("all_gather", shards, part * run.byte, 1))
+                gather += layers * predictor.state_seconds("all_gather", shards, part * run.byte, 1)
             reduce += layers * predictor.state_seconds("reduce_scatter", shards, part * run.reduced, 1)
-        return Sent(sum(gathers), reduce, max(gathers) / layers)
+        return Sent(gather, reduce)
 
 
-def beside(seconds: tuple[float, ...], sent: Sent, rates: RankRates) -> tuple[float, ...]:
+def beside(actions: Ways, sent: Sent, rates: RankRates) -> tuple[float, ...]:
     """Seconds of a microbatch's actions, beside what is sent over the data axis; both slow each other
     down."""
-    gather, reduce, _ = sent
+    gather, reduce = sent
     slower = rates.cluster.hardware.constants.overlap.slowdown
-    each = (gather, gather + reduce) if len(seconds) == 2 else (gather, gather, reduce)
+    besides = (gather, gather + reduce) if len(actions) == 2 else (gather, gather, reduce)
     return tuple(
-        max(time + rates.taken * min(time, besides), besides * slower) for time, besides in zip(seconds, each)
+        max(device + rates.taken * min(device, sending), sending * slower, host)
+        for (device, host), sending in zip(actions, besides)
     )
 
 
@@ -237,7 +247,7 @@ def idle(choice: Pipeline, seconds: tuple[float, ...]) -> float:
     if choice.schedule in ("1f1b", "gpipe"):
         return 1.0
     if choice.schedule == "interleaved":
-        return 0.85 / choice.virtual
+        return 0.6 / choice.virtual
     if choice.schedule == "zb_h1":  # F + B - W
         return max(0.0, seconds[0] + seconds[1] - seconds[2]) / sum(seconds)
     return 0.0
@@ -255,6 +265,10 @@ class Needs(NamedTuple):
     rank: int
     rest: float
     kept: Mapping[str, float]
+
+    def scaled(self, share: float) -> Needs:
+        """Those of a rank that has a share of the layers."""
+        return Needs(self.rank, share * self.rest, {kind: share * size for kind, size in self.kept.items()})
 
     def part(self, recompute: str, choice: Pipeline, microbatches: int, room: float) -> float:
         """The part of its layers that must recompute at the least; infinite if all are too few."""
@@ -300,10 +314,10 @@ class Bounds:
 
     def grid(self, grid: Grid) -> float:
         """Seconds of a step if a pipeline were perfect and nothing were sent over the data axis."""
-        times = next(iter(self._kernels(grid).times.values()))  # that recomputes the least
+        times = self._kernels(grid).plain
         base = self.choices.base.batch.global_
         microbatches = base * grid.tensor * grid.context / (grid.micro * self.choices.world)
-        return (times.forward + times.backward) * microbatches
+        return sum(map(max, times.whole)) * microbatches
 
     def _kernels(self, grid: Grid) -> Kernels:
         if grid not in self._grids:
@@ -318,18 +332,18 @@ class Bounds:
         model = ModelInventory(config.model, config.parallel.sequence_parallel, grid.tensor)
         schedule = build_schedule("1f1b", 1, 1)
         stages, elements = stages_of(model, layout, (range(config.model.layers),), schedule)
-        times = {}
-        for recompute in self.choices.recomputes:
-            kind = Recompute(recompute)  # type: ignore[arg-type]
+        times, parts = {}, frozenset[Part](self.choices.base.memory.recompute_parts)
+        for recompute in dict.fromkeys(("none", *self.choices.recomputes)):
+            kind = Recompute(recompute, parts=parts)  # type: ignore[arg-type]
             job = Job(model, layout, run, kind, schedule, stages, elements)
             predictor = Predictor(job, self.cluster, self.system, self.memo)
             times[recompute] = Times(predictor)
-        return Kernels(times, elements[0], predictor)
+        plain = times["none"]
+        return Kernels({kind: times[kind] for kind in self.choices.recomputes}, plain, elements[0], predictor)
 
     def of(self, grid: Grid, choice: Pipeline, tight: bool = False) -> dict[str, Bound]:
         """What a step takes at the least, by recompute: of stages as equal as whole layers allow, with the
-        schedule's bubble, in which as few layers recompute as may fit. Without those that do not fit, and
-        those that recompute more than one that fits without.
+        schedule's bubble, in which as few layers recompute as may fit. Without those that do not fit.
 
         Args:
             grid, choice: the layout.
@@ -339,20 +353,17 @@ class Bounds:
         layout = choices.layout(grid, choice.pipeline)
         room, sent = self.room.most(layout), self._sent(grid, choice, layout)
         update, bounds = kernels.update(choice, layout), {}
-        needs = self._needs(grid, choice) if tight else [kernels.least(choice, layout)]
+        least = [kernels.least(choice, layout)]
+        needs = (self._needs(grid, choice) if tight else least) or least
         microbatches = choices.microbatches(grid, choice.pipeline)
         for recompute, times in kernels.times.items():
-            parts = [need.part(recompute, choice, microbatches, room) for need in needs]
-            part = max(parts, default=inf)
+            part = max(need.part(recompute, choice, microbatches, room) for need in needs)
             if part > 1:
                 continue
             if not choices.some_layers:
                 part = 1.0 if choices.base.memory.recompute_layers == "all" else 0.0
-            plain = next(iter(kernels.times.values()))
-            seconds = update + self._seconds(choice, plain, times, part, sent, layout)
+            seconds = update + self._seconds(choice, kernels.plain, times, part, sent, layout)
             bounds[recompute] = Bound(seconds, part)
-            if choices.some_layers and not part:
-                break
         return bounds
 
     def _needs(self, grid: Grid, choice: Pipeline) -> list[Needs]:
@@ -364,22 +375,36 @@ class Bounds:
             with suppress(ConfigError):
                 self._needed[grid, plain] = list(self._predicted(grid, plain))
         needs = self._needed[grid, plain]
-        if choice.schedule == "1f1b" or not needs:
+        if choice.schedule in ("1f1b", "gpipe") or not needs:
             return needs
         # In other schedules all ranks hold as much as the first one, or nearly.
         layout = self.choices.layout(grid, choice.pipeline)
         microbatches = self.choices.microbatches(grid, choice.pipeline)
         average = self._kernels(grid).average(choice, layout, microbatches)
-        return [*(needs if choice.schedule in ("zb_h1", "zb_h2") else needs[:1]), average]
+        if choice.schedule in ("zb_h1", "zb_h2"):
+            return [*needs, average]
+        return [needs[0].scaled(self._share(grid, choice, plain)), average]
+
+    def _share(self, grid: Grid, choice: Pipeline, plain: Pipeline) -> float:
+        """The first rank's layers, in those of a pipeline with one stage per rank; at most 1."""
+        numbers = []
+        for one in (choice, plain):
+            stages = one.pipeline * stages_per_rank(one.schedule, one.virtual)
+            with suppress(ConfigError):
+                layers = stage_layers(self.choices.config(grid, one), stages)
+                own = range(0, stages, one.pipeline) if one.schedule not in V_SHAPED else (0, stages - 1)
+                numbers.append(sum(len(layers[stage]) for stage in own))
+        return min(1.0, numbers[0] / numbers[1]) if len(numbers) == 2 and numbers[1] else 0.0
 
     def _predicted(self, grid: Grid, plain: Pipeline) -> Iterator[Needs]:
         choices, kernels = self.choices, self._kernels(grid)
         few = min(choices.microbatches(grid, plain.pipeline), plain.pipeline + 1)
         resolved = choices.resolved(grid, plain, few)
-        variant = choices.variant(resolved, Variant(DEFAULT_ORDER, choices.recomputes[0]))
+        order = choices.orders(resolved.layout)[0]
+        variant = choices.variant(resolved, Variant(order, choices.recomputes[0]))
         if variant is None:
             return
-        ranks = next(resolved.layout.iter_groups("pipeline"))
+        ranks = next(variant.layout.iter_groups("pipeline"))
         for number, rank in enumerate(ranks[:2]):
             parts = choices.parts(resolved, number)
             blocks = [block for stage in parts.stages.values() for block in stage.blocks]
@@ -401,16 +426,17 @@ class Bounds:
         microbatches = choices.base.batch.global_ // (
             layout.degrees["data"] * plain.predictor.job.run.sequences
         )
-        ways = [
-            beside(tuple(map(mixed, *alone)), sent, plain.predictor.rates)
-            for alone in zip(plain.seconds(choice), times.seconds(choice))
-        ]
+        ways = []
+        for without, all_ in zip(plain.ways(choice), times.ways(choice)):
+            alone = tuple((mixed(*devices), mixed(*hosts)) for devices, hosts in map(zip, without, all_))
+            ways.append(beside(alone, sent, plain.predictor.rates))
         per_rank = min(map(sum, ways)) / pipeline
-        per_rank += 2 * sent.first * virtual  # has nothing beside it
         again = part * layers / pipeline * (times.layer - plain.layer)
         slowest = max(per_rank, _slowest(layers, pipeline, plain.layer, again, plain.besides))
-        layers_only = per_rank - plain.besides / pipeline  # which fill and drain the pipeline
-        bubble = (pipeline - 1) * layers_only * idle(choice, ways[-1])
+        # Layers fill and drain the pipeline; where stages differ, the slowest rank waits less for others.
+        others = (pipeline * per_rank - slowest) / max(1, pipeline - 1)
+        filling = min(per_rank - plain.besides / pipeline, max(0.0, 2 * others - slowest))
+        bubble = (pipeline - 1) * filling * idle(choice, ways[-1])
         # The first microbatch reaches the last stage through all others, as the last gradient does the
         # first.
         stages = pipeline * virtual

@@ -77,6 +77,7 @@ class Choices:
         domain: GPUs that share the fastest link.
         fixed: settings that are not searched: ``parallel.tensor`` and the like.
         rejected: how many layouts are not possible, by reason.
+        refused: why the first of them was that is refused by its settings alone.
     """
 
     base: Config
@@ -84,12 +85,18 @@ class Choices:
     domain: int
     fixed: frozenset[str] = frozenset()
     rejected: Counter[str] = field(default_factory=Counter)
+    refused: ConfigError | None = None
     _layouts: dict[tuple[int, ...], Layout] = field(default_factory=dict, repr=False)
     _parts: dict[tuple[Any, ...], RankParts] = field(default_factory=dict, repr=False)
 
     def _values(self, name: str, values: list[Any]) -> list[Any]:
         """The values of a setting of ``parallel``: one, if it is fixed."""
         return [getattr(self.base.parallel, name)] if f"parallel.{name}" in self.fixed else values
+
+    def refuse(self, error: ConfigError) -> None:
+        """Count a layout that is refused."""
+        self.rejected[f"divisibility: {error.field}"] += 1
+        self.refused = self.refused or error
 
     def grids(self) -> Iterator[Grid]:
         """The grids that fit the model and the cluster, with some pipeline."""
@@ -121,7 +128,7 @@ class Choices:
             check_config(config, Layout.from_settings(config.parallel, self.world))
         except ConfigError as error:
             if error.field != "batch.global":  # which depends on the pipeline
-                self.rejected[f"divisibility: {error.field}"] += 1
+                self.refuse(error)
                 return False
         return True
 
@@ -132,6 +139,10 @@ class Choices:
             ranks = grid.tensor * grid.context * pipeline
             experts = grid.expert * grid.expert_tensor * pipeline
             if self.world % ranks or self.world % experts:
+                self.rejected["degrees that do not divide the GPUs"] += 1
+                continue
+            if "parallel.data" in self.fixed and self.base.parallel.data not in ("auto", self.world // ranks):
+                self.rejected["parallel.data is fixed"] += 1
                 continue
             if whole % (self.world // ranks * grid.micro):
                 self.rejected["divisibility: batch.global"] += 1
@@ -145,15 +156,16 @@ class Choices:
         """(ZeRO level, whether the optimizer's state is in the host's memory, replicas). Without sharding,
         every host would make the same updates; a CPU has all state there in any case. Replicas are as large
         as a domain."""
-        layout, replicas = self.layout(grid, pipeline), [1]
-        if zero and layout.gradient_ranks > self.domain:
-            number = layout.gradient_ranks // self.domain
-            replicas += [] if any(size % number for size in layout.state_ranks.values()) else [number]
+        layout = self.layout(grid, pipeline)
+        replicas = self._values("replicas", [1, max(1, layout.gradient_ranks // self.domain)])
         offloads = [False, True] if zero or self.world == 1 else [False]
         if "memory.offload" in self.fixed or self.base.run.device == "cpu":
             offloads = [self.base.memory.offload == "optimizer"]
-        for offload, number in product(offloads, self._values("replicas", replicas)):
-            yield zero, offload, number
+        for offload, number in product(offloads, dict.fromkeys(replicas)):
+            if number == 1 or (zero and not any(size % number for size in layout.state_ranks.values())):
+                yield zero, offload, number
+            elif "parallel.replicas" in self.fixed:
+                self.rejected["divisibility: parallel.replicas"] += 1
 
     def _schedules(self, pipeline: int, layers: int) -> Iterator[tuple[str, int]]:
         """Schedules, and stages per rank."""
@@ -209,7 +221,7 @@ class Choices:
         return self.base.batch.global_ // (data * grid.micro)
 
     def config(self, grid: Grid, choice: Pipeline) -> Config:
-        """The configuration of a layout."""
+        """The configuration of a layout, without recompute."""
         base = self.base
         parallel: dict[str, Any] = {
             "tensor": grid.tensor,
@@ -224,11 +236,12 @@ class Choices:
             "zero": choice.zero,
             "replicas": choice.replicas,
         }
+        memory = {"offload": _OFFLOAD[choice.offload], "recompute": "none", "recompute_layers": "all"}
         return base.model_copy(
             update={
                 "parallel": base.parallel.model_copy(update=parallel),
                 "batch": base.batch.model_copy(update={"micro": grid.micro}),
-                "memory": base.memory.model_copy(update={"offload": _OFFLOAD[choice.offload]}),
+                "memory": base.memory.model_copy(update=memory),
             }
         )
 
@@ -255,9 +268,9 @@ class Choices:
         """A resolved configuration with another order and recompute, on which nothing else depends; None if
         it is refused."""
         config = resolved.config
-        memory: dict[str, Any] = {"recompute": variant.recompute}
-        if self.some_layers:
-            memory["recompute_layers"] = variant.layers or "all"
+        memory: dict[str, Any] = {"recompute": variant.recompute, "recompute_layers": variant.layers or "all"}
+        if not self.some_layers and variant.recompute != "none":
+            memory["recompute_layers"] = self.base.memory.recompute_layers
         config = config.model_copy(
             update={
                 "parallel": config.parallel.model_copy(update={"order": variant.order}),
@@ -268,7 +281,7 @@ class Choices:
             layout = Layout.from_settings(config.parallel, self.world)
             check_config(config, layout)
         except ConfigError as error:
-            self.rejected[f"divisibility: {error.field}"] += 1
+            self.refuse(error)
             return None
         return Resolved(config, layout, resolved.plan)
 

@@ -32,7 +32,7 @@ class Steps:
         self._predict = predict
         period, microbatches = choice.pipeline, choices.microbatches(grid, choice.pipeline)
         short = 4 * period + microbatches % period
-        if microbatches <= short + period:
+        if microbatches <= short + period or choice.schedule == "gpipe":  # which keeps all of them
             short, steady = microbatches, 0
         else:
             steady = short - period  # one period of the steady state less

@@ -70,7 +70,8 @@ class Group:
 
     @classmethod
     def split(cls, layout: Layout, axes: Sequence[str], size: int, domain: int) -> tuple[Group, Group]:
-        """Of a group along axes, a run of ``size`` neighbouring places, and the places across its runs."""
+        """Of groups along axes, the slowest run of ``size`` neighbouring places, and the slowest of places
+        across runs; see :meth:`of_axes`."""
         run: list[tuple[int, int]] = []
         across: list[tuple[int, int]] = []
         left, whole = size, True
@@ -83,8 +84,12 @@ class Group:
         groups = cls._aligned(run, domain), cls._aligned(across, domain)
         if whole and None not in groups:
             return groups  # type: ignore[return-value]
-        ranks = next(layout.iter_groups(*axes))
-        return cls.of_ranks(ranks[:size], domain), cls.of_ranks(ranks[::size], domain)
+        runs, places = set(), set()
+        for ranks in layout.iter_groups(*axes):
+            runs |= {cls.of_ranks(ranks[i : i + size], domain) for i in range(0, len(ranks), size)}
+            places |= {cls.of_ranks(ranks[place::size], domain) for place in range(size)}
+        slowest = (max(groups, key=lambda group: (group.domains, -group.local)) for groups in (runs, places))
+        return next(slowest), next(slowest)
 
     @classmethod
     def _aligned(cls, digits: Iterable[tuple[int, int]], domain: int) -> Group | None:

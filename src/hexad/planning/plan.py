@@ -92,8 +92,20 @@ def planned_config(
     else:
         raise HexadError("plan: found no model; give a configuration file, or --model with a preset")
     if cluster is not None:
-        settings.append(f"run.device={'cpu' if cluster.gpu.vendor == 'cpu' else 'cuda'}")
+        device = "cpu" if cluster.gpu.vendor == "cpu" else "cuda"
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            if key.strip() == "run.device" and value.strip() not in ("auto", device):
+                raise ConfigError(
+                    "run.device", f"found {value}, but {cluster.name} is {device}; leave it out"
+                )
+        settings.append(f"run.device={device}")
     config = load_config(path, settings)
+    if cluster is not None and config.precision.dtype == "bf16" and not cluster.gpu.bf16:
+        raise ConfigError(
+            "precision.dtype",
+            f"found bf16, but {cluster.name} does not compute it in hardware; use auto, fp16 or fp32",
+        )
     if cluster is not None and config.precision.dtype == "fp8" and not cluster.gpu.fp8:
         raise ConfigError(
             "precision.dtype", f"found fp8, but {cluster.name} has no fp8 matrix units; use auto or bf16"
@@ -162,6 +174,10 @@ class Plan:
     def mfu(self, candidate: Candidate) -> float:
         """Model FLOPs utilization."""
         return self.rate(candidate) * self._flops / self._peak
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether its rank that needs the most fits."""
+        return candidate.device.total <= self.cluster.capacity
 
     def breakdown(self, candidate: Candidate) -> Breakdown:
         """Where a step's time goes: what products would take at the published peak, what they take longer,
@@ -236,6 +252,7 @@ class Plan:
             "memory": {**memory.as_tree(), **device._asdict(), "device_total": device.total},
             "capacity": self.cluster.capacity,
             "margin": self.cluster.capacity - device.total,
+            "fits": self.fits(candidate),
         }
 
     def as_tree(self) -> dict[str, Any]:
@@ -308,8 +325,11 @@ def plan(
     layouts = search.best(top) if top else []
     seconds = time.perf_counter() - begin
     if top and not layouts:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in search.rejected.most_common())
-        raise HexadError(f"plan: no layout fits {cluster} ({reasons}); use more GPUs, or memory.offload")
+        if not search.rejected["memory"] and search.choices.refused is not None:
+            raise search.choices.refused
+        reasons = ", ".join(f"{reason}: {count:,}" for reason, count in search.rejected.most_common())
+        fix = "use more GPUs" if search.rejected["memory"] else "fix less, or use another number of GPUs"
+        raise HexadError(f"plan: no layout of {cluster} is possible ({reasons}); {fix}")
     rejected, points = dict(search.rejected), search.points
     return Plan(config, target, layouts, rejected, search.pipelines, seconds, points)
 

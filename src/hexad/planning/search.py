@@ -13,7 +13,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count, product
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
@@ -148,7 +148,8 @@ class Search:
                 if candidate is not None:
                     fastest[degrees] = candidate
         listed = sorted(fastest.values(), key=lambda candidate: candidate.step.total)[:top]
-        return sorted(map(self._complete, listed), key=lambda candidate: candidate.step.total)
+        complete = [candidate for candidate in map(self._complete, listed) if candidate is not None]
+        return sorted(complete, key=lambda candidate: candidate.step.total)
 
     def _evaluate(self, grid: Grid, choice: Pipeline, limit: float) -> Candidate | None:
         """The fastest way to train so that fits in memory and takes less than ``limit`` seconds; None if none
@@ -156,30 +157,35 @@ class Search:
         try:
             steps = Steps(self.choices, self.predicted, grid, choice)
         except ConfigError as error:
-            self.rejected[f"divisibility: {error.field}"] += 1
+            self.choices.refuse(error)
             return None
         self.pipelines += 1
         memories, best = Memories(self.choices, self.room, steps.resolved), None
         bounds = self.bounds.of(grid, choice, tight=True)
-        for order, (recompute, bound) in product(self.choices.orders(steps.resolved.layout), bounds.items()):
-            least = memories.at_least(Variant(order, recompute), bound.part)
-            if bound.seconds >= limit or (resolved := memories.resolved(least)) is None:
-                continue
-            step = steps.of(resolved)[1]
-            if step.total >= limit:
-                nbytes = self.room.device(resolved, memories.least(resolved)).total
-                self._note(grid, choice, least, step, nbytes, exact=False)
-                continue
-            variant = memories.fewest(least)
-            if variant is None:
-                self.rejected["memory"] += 1
-                continue
-            resolved, plan = memories.planned(variant)
-            job, step = steps.of(resolved)
-            device = self.room.device(resolved, plan.total)
-            self._note(grid, choice, variant, step, device.total, exact=True)
-            if step.total < limit:
-                limit, best = step.total, Candidate(resolved, job, step, plan, device)
+        for order in self.choices.orders(steps.resolved.layout):
+            for recompute, bound in bounds.items():
+                least = memories.at_least(Variant(order, recompute), bound.part)
+                if bound.seconds >= limit or (resolved := memories.resolved(least)) is None:
+                    continue
+                job, step = steps.of(resolved)
+                if step.total >= limit:
+                    nbytes = self.room.device(resolved, memories.least(resolved)).total
+                    self._note(grid, choice, least, step, nbytes, exact=False)
+                    if recompute == "none":
+                        break  # others take longer
+                    continue
+                variant = memories.fewest(least)
+                if variant is None:
+                    self.rejected["memory"] += 1
+                    continue
+                resolved, plan = memories.planned(variant)
+                job, step = steps.of(resolved)
+                device = self.room.device(resolved, plan.total)
+                self._note(grid, choice, variant, step, device.total, exact=True)
+                if step.total < limit:
+                    limit, best = step.total, Candidate(resolved, job, step, plan, device)
+                if recompute == "none":
+                    break
         return best
 
     def _note(
@@ -202,12 +208,14 @@ class Search:
         """The time of a step."""
         return Predictor(job, self.cluster, self.system, self._memo, timelines).step
 
-    def _complete(self, candidate: Candidate) -> Candidate:
+    def _complete(self, candidate: Candidate) -> Candidate | None:
         """A candidate evaluated with all its microbatches, by itself and with stages divided by predicted
-        seconds, then with other numbers of chunks: what is fastest and fits."""
+        seconds, then with other numbers of chunks: what is fastest and fits, if it does."""
         resolved = candidate.resolved
         best = self._whole(resolved.config, resolved.layout)
-        assert best is not None
+        if best is None:
+            self.rejected["memory"] += 1
+            return None
         for settings in (self._splits(best), self._chunks(best)):
             for update in settings:
                 parallel = best.resolved.config.parallel.model_copy(update=update)

@@ -13,7 +13,6 @@ from hexad.planning.plan import SHORT_NAMES, Plan, compared
 from hexad.planning.search import Candidate
 
 _GIB = 2**30
-_AXES = ("tensor", "ring", "ulysses", "expert", "data")
 
 
 def plan_text(plan: Plan) -> RenderableType:
@@ -32,7 +31,7 @@ def plan_text(plan: Plan) -> RenderableType:
         _layouts(plan),
         *(f"{number:2}  {name}" for number, name in enumerate(names, 1)),
         f"{searched}; not possible: {rejected or 'none'}",
-        f"{plan.convention}. GiB: tensors of the rank that needs the most, and all that its GPU holds, of "
+        f"{plan.convention}. GiB: tensors of the rank that needs the most, and all that its device holds, of "
         f"{plan.cluster.capacity / _GIB:.1f}.",
     )
 
@@ -77,7 +76,8 @@ def explanation_text(plan: Plan, candidate: Candidate) -> RenderableType:
         layout_name(plan, candidate),
         f"{candidate.step.total:.3f} s a step: {rate}",
         _seconds(tree),
-        _memory(plan, tree),
+        _memory(tree),
+        *misfit(plan, candidate),
         plan.convention,
     )
 
@@ -91,7 +91,7 @@ def _seconds(tree: dict[str, Any]) -> Table:
     return table
 
 
-def _memory(plan: Plan, tree: dict[str, Any]) -> Table:
+def _memory(tree: dict[str, Any]) -> Table:
     memory = tree["memory"]
     table = Table(f"memory at the peak, rank {memory['rank']}", box=None, pad_edge=False)
     table.add_column("GiB", justify="right")
@@ -124,5 +124,15 @@ def comparison_text(plan: Plan, candidates: Sequence[Candidate]) -> RenderableTy
         values = (left / scale, right / scale, (right - left) / scale)
         label = {"memory": "memory, all that a GPU holds, GiB"}.get(name, name.replace("_", " "))
         table.add_row(label, *(f"{value:,.{digits}f}" for value in values))
-    names = (layout_name(plan, candidate) for candidate in candidates)
-    return Group(*(f"{letter}: {name}" for letter, name in zip("AB", names)), table, plan.convention)
+    lines = []
+    for letter, candidate in zip("AB", candidates):
+        lines += [f"{letter}: {layout_name(plan, candidate)}", *misfit(plan, candidate)]
+    return Group(*lines, table, plan.convention)
+
+
+def misfit(plan: Plan, candidate: Candidate) -> list[str]:
+    """A line that says so where a layout does not fit."""
+    needed, capacity = candidate.device.total / _GIB, plan.cluster.capacity / _GIB
+    if plan.fits(candidate):
+        return []
+    return [f"does not fit: it needs {needed:.1f} GiB of {plan.cluster.name}'s {capacity:.1f}"]

@@ -12,7 +12,7 @@ from hexad.planning.search import Candidate
 from .figure import GREY, PALE_GREY, PALETTE, styled, svg_text, tip, tip_bars
 from .layout import layout_figure
 from .memory import Device, memory_figure, memory_title
-from .plan import layout_name
+from .plan import layout_name, misfit
 from .schedule import Chart, schedule_figure
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def plan_page(plan: Plan, candidate: Candidate) -> str:
         f"{candidate.step.total:.3f} s a step, {plan.rate(candidate):,.0f} tokens per second and GPU, "
         f"MFU {plan.mfu(candidate):.3f}. {plan.convention}."
     )
+    words = ". ".join([*(f"It {line}" for line in misfit(plan, candidate)), words])
     ranks = per_pipeline_rank(candidate.resolved)
     device = Device(plan.cluster.name, plan.cluster.capacity, plan.cluster.gpu)
     chart = Chart(candidate.step.timeline, "predicted", "s")

@@ -291,7 +291,9 @@ def _generated(stage: int) -> tuple[Any, ...]:
 def test_modules_generate_between_steps(pool: Pool) -> None:
     plain, sharded = pool.run(2, _generated, 0), pool.run(2, _generated, 3)
     assert [offloads for _, offloads, _ in plain + sharded] == [False, False, True, True]
-    assert sharded[0][0] == pytest.approx(plain[0][0], rel=1e-6) and sharded[0][0] == sharded[1][0]
+    # Losses near 0 are differences of terms near 1, in 32 bits.
+    assert sharded[0][0] == pytest.approx(plain[0][0], rel=1e-6, abs=1e-6)
+    assert sharded[0][0] == sharded[1][0]
 
 
 def test_missing_names_are_refused() -> None:

@@ -190,7 +190,10 @@ class Cluster:
         known = self.hardware.constants.collectives
         if operation not in known:
             name = self.hardware.names[0]
-            raise HexadError(f"{name}: constants.collectives.{operation} is missing in the hardware file")
+            raise HexadError(
+                f"{name}: constants.collectives.{operation} is missing in the hardware file; add it, or plan "
+                "for one GPU"
+            )
         return known[operation]
 
 

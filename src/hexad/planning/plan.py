@@ -101,7 +101,8 @@ def planned_config(
                 )
         settings.append(f"run.device={device}")
     config = load_config(path, settings)
-    if cluster is not None and config.precision.dtype == "bf16" and not cluster.gpu.bf16:
+    lacking = cluster is not None and cluster.gpu.vendor != "cpu" and not cluster.gpu.bf16
+    if cluster is not None and lacking and config.precision.dtype == "bf16":
         raise ConfigError(
             "precision.dtype",
             f"found bf16, but {cluster.name} does not compute it in hardware; use auto, fp16 or fp32",
@@ -325,7 +326,8 @@ def plan(
     layouts = search.best(top) if top else []
     seconds = time.perf_counter() - begin
     if top and not layouts:
-        if not search.rejected["memory"] and search.choices.refused is not None:
+        refused = sum(count for reason, count in search.rejected.items() if reason.startswith("divisibility"))
+        if refused > search.rejected["memory"] and search.choices.refused is not None:
             raise search.choices.refused
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in search.rejected.most_common())
         fix = "use more GPUs" if search.rejected["memory"] else "fix less, or use another number of GPUs"

@@ -125,7 +125,7 @@ class Figures:
 
     @classmethod
     def joined(cls, ranks: Sequence[Figures]) -> Figures:
-        """Of all ranks; a copy's rate is their mean."""
+        """The figures of all ranks together, with the mean of their rates of copies."""
         joined = cls(sum(rank.copies for rank in ranks) / len(ranks))
         for rank in ranks:
             joined.products += rank.products

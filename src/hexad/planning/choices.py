@@ -216,7 +216,7 @@ class Choices:
         return self._layouts[key]
 
     def microbatches(self, grid: Grid, pipeline: int) -> int:
-        """Of a step."""
+        """The number of microbatches of a step."""
         data = self.world // (grid.tensor * grid.context * pipeline)
         return self.base.batch.global_ // (data * grid.micro)
 

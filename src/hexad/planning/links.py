@@ -70,8 +70,9 @@ class Group:
 
     @classmethod
     def split(cls, layout: Layout, axes: Sequence[str], size: int, domain: int) -> tuple[Group, Group]:
-        """Of groups along axes, the slowest run of ``size`` neighbouring places, and the slowest of places
-        across runs; see :meth:`of_axes`."""
+        """Two groups that divide those along axes, as :meth:`hexad.topology.mesh.Mesh.split` does: ``size``
+        neighbouring ranks, and the ranks with one place in each such run. Both are the slowest of their kind
+        (see :meth:`of_axes`)."""
         run: list[tuple[int, int]] = []
         across: list[tuple[int, int]] = []
         left, whole = size, True

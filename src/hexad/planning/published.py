@@ -93,7 +93,7 @@ class Published:
 _GPT_VOCABULARY = 51200
 """GPT-2's, padded: of rows that leave the vocabulary out."""
 _LARGEST = 10**12
-"""Of sizes and numbers of a row."""
+"""The largest size or number that a row may state."""
 _VOCABULARY = 128
 """Rows of the vocabulary on a rank are padded to a multiple of this, as Megatron-LM does."""
 _SYSTEMS = (

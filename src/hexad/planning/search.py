@@ -1,10 +1,9 @@
-"""The fastest layouts of a model on a cluster: an exact search by lower bounds. No torch.
+"""The fastest layouts of a model on a cluster: a search by lower bounds. No torch.
 
 Layouts are expanded in the order of a lower bound on their step time (:mod:`.bounds`): first what determines
 a layer's kernels (tensor, context and expert degrees, size of microbatches), then the pipeline, then what
 only concerns memory and the data axis. A layout is evaluated exactly, by the plan that training would carry
-out, unless its bound is above what has been found. So nothing better is left out, and most layouts are never
-evaluated.
+out, unless its bound is above what has been found. Most layouts are never evaluated.
 """
 
 from __future__ import annotations

@@ -291,8 +291,8 @@ def _generated(stage: int) -> tuple[Any, ...]:
 def test_modules_generate_between_steps(pool: Pool) -> None:
     plain, sharded = pool.run(2, _generated, 0), pool.run(2, _generated, 3)
     assert [offloads for _, offloads, _ in plain + sharded] == [False, False, True, True]
-    # Losses near 0 are differences of terms near 1, in 32 bits.
-    assert sharded[0][0] == pytest.approx(plain[0][0], rel=1e-6, abs=1e-6)
+    # The engine computes in 32 bits: a sum near 0 of terms near 1 has their rounding.
+    assert sharded[0][0] == pytest.approx(plain[0][0], rel=1e-6, abs=2**-23)
     assert sharded[0][0] == sharded[1][0]
 
 

@@ -3,8 +3,8 @@
     python benchmarks/same_numbers.py CHECKOUT [CHECKOUT] [--only PATTERN] [--output FILE.json]
 
 For changes that must not change a number. Every case below is trained for a few steps by ``hexad train`` with
-the source of each checkout (the second one is this one by default), one thread per rank; ``metrics.jsonl`` has
-all digits of losses and norms. Some cases also generate and score with the checkpoint. All values must be equal.
+the source of each checkout (by default the second one is this), one thread per rank; ``metrics.jsonl`` has
+all digits of losses and norms. Some cases also generate and score with the checkpoint. Values must be equal.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.comm import agreement
 from hexad.compat.deepspeed.zero import GatheredParameters
-from hexad.engine.language import Counts, LanguageModel
+from hexad.engine.counting import Counting, Counts
 from hexad.topology import mesh
 from hexad.topology.layout import Layout, Level, Tree
 
@@ -114,8 +114,8 @@ def _dry(
         mock.patch.object(agreement, "_gathered", agreement._gathered if levels else _own),
         mock.patch.object(agreement, "_spread", agreement._spread if levels else _own),
         # What ranks count together is not all there.
-        mock.patch.object(LanguageModel, "_agreement", lambda *_: 0),
-        mock.patch.object(LanguageModel, "_counted", _some_targets),
+        mock.patch.object(Counting, "_agreement", lambda *_: 0),
+        mock.patch.object(Counting, "_result", _some_targets),
         simulated(ranks[place], case.world, None) as (recording, races),
     ):
         harness.run_rank(case)
@@ -123,10 +123,10 @@ def _dry(
     return recording.events
 
 
-_COUNTED = LanguageModel._counted
+_COUNTED = Counting._result
 
 
-def _some_targets(self: LanguageModel, counting: Any, equal: bool) -> Counts:
+def _some_targets(self: Counting, counting: Any, equal: bool) -> Counts:
     counts = _COUNTED(self, counting, equal)
     return counts._replace(targets=counts.targets or 1)
 

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from hexad import comm
-from hexad.engine import language
+from hexad.engine.counting import Counting, Counts
 from hexad.model import latent_attention, ops
 from hexad.model.inventory import ModelInventory
 from hexad.model.latent_attention import LatentAttention
@@ -66,13 +66,13 @@ def _local_norm(mesh: Mesh) -> Patches:
 
 
 def _local_mean_loss(mesh: Mesh) -> Patches:
-    original = language.LanguageModel._counted
+    original = Counting._result
 
-    def counted(self: Any, counting: Any, equal: bool) -> language.Counts:
+    def counted(self: Any, counting: Any, equal: bool) -> Counts:
         counts = original(self, counting, equal)
         return counts._replace(targets=counts.targets // self.mesh.data.size + 1)
 
-    return [mock.patch.object(language.LanguageModel, "_counted", counted)]
+    return [mock.patch.object(Counting, "_result", counted)]
 
 
 def _keep_partial_gradients(mesh: Mesh) -> Patches:

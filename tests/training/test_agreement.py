@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hexad.config import AgreedError, HexadError
-from hexad.engine.language import LanguageModel
+from hexad.engine.counting import Counting
 from hexad.launching.environment import Environment
 from hexad.launching.launch import Run
 from hexad.model.configuration import load_config
@@ -122,14 +122,14 @@ def _steps(ahead: bool) -> tuple[list[float], int]:
     config = config_of(parallel={"data": 2}, batch={"micro": 1, "global": 4})
     engine = engine_of(config)
     batches = [microbatches(config, engine.mesh.data.rank, 2, seed) for seed in range(4)]
-    original, counted = LanguageModel._count, 0
+    original, counted = Counting._start, 0
 
     def count(self: Any, given: Any) -> Any:
         nonlocal counted
         counted += 1
         return original(self, given)
 
-    with mock.patch.object(LanguageModel, "_count", count):
+    with mock.patch.object(Counting, "_start", count):
         results = [engine.train_step(batches[0]).loss]
         if ahead:
             engine.announce(batches[1])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hexad.config import Config, ConfigError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
-from hexad.engine.language import Task
+from hexad.engine.language import LanguageModel, Task
 from hexad.optim.schedule import LossScaler
 from hexad.parallel.contributions import Contribution, WeightGradient
 from hexad.parallel.sharding import Shard
@@ -254,8 +254,8 @@ def gradients_of(config: Config) -> torch.Tensor:
     engine.begin(len(batch) * 8)
     for _ in range(8):
         for microbatch in batch:
-            assert engine.language is not None
-            engine.accumulate([Task(engine.language.part(microbatch))], 1.0 / 1000)
+            assert isinstance(engine.workload, LanguageModel)
+            engine.accumulate([Task(engine.workload.counting.part(microbatch))], 1.0 / 1000)
     engine.reduce()
     return torch.cat([bucket.gradient.float() for bucket in engine.buckets])
 
@@ -291,11 +291,11 @@ def test_small_probabilities_over_millions_of_targets_do_not_underflow_in_fp16()
     vocab, hidden, targets = 128_256, 8, 4_194_304
     config = config_of(DEFAULTS, precision={"dtype": "fp16"})
     engine = engine_of(config)
-    assert engine.language is not None
+    assert isinstance(engine.workload, LanguageModel)
     x = torch.randn(24, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).half()
     weight = torch.zeros(vocab, hidden, dtype=torch.float16, requires_grad=True)
     weight.gradient_accumulator = _Wide(weight)  # type: ignore[attr-defined]
-    divisor = engine.language.divisor(targets)
+    divisor = engine.workload.divisor(targets)
     labels = torch.zeros(24, dtype=torch.int64)
     head_loss_sum(x, weight, labels, vocab, Shard(), engine.scaler.scale / divisor)
     gradient = weight.gradient_accumulator.total / (engine.scaler.scale * targets / divisor)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad import Engine, Microbatch
-from hexad.engine.language import LanguageModel
+from hexad.engine.counting import Counting
 from hexad.optim.optimizer import AdamW
 
 from ..small import config_of, engine_of, microbatch_of, random_tokens
@@ -56,7 +56,7 @@ def _step(engine: Engine) -> tuple[Counter[str], int]:
         return read(tensor)
 
     with (
-        mock.patch.object(LanguageModel, "_problem", lambda self, part: None),
+        mock.patch.object(Counting, "_problem", lambda self, part: None),
         mock.patch.object(Microbatch, "targets", lambda self: self.tokens.numel()),
         mock.patch.object(torch.Tensor, "tolist", tolist),
         _Calls() as calls,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hexad.config import Config, HexadError
 from hexad.engine.engine import Engine
 from hexad.engine.modules import Tie
+from hexad.engine.workload import USUAL, Manners, ModuleWorkload
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.planning import PipelinePlan
@@ -117,6 +118,7 @@ class PipelinedModel:
         config: Config,
         optimizer: torch.optim.Optimizer | Callable[[Mapping[int, nn.Module]], Any] | None = None,
         training: bool = True,
+        manners: Manners = USUAL,
     ) -> Engine:
         """An engine of these stages, with the values that the model came with.
 
@@ -125,21 +127,21 @@ class PipelinedModel:
             optimizer: of ``torch.optim``, made of :meth:`parameters`, or a function, as of
                 :class:`hexad.Engine`; AdamW by default.
             training: False for evaluation only.
+            manners: of an update.
         """
         settings = {"schedule": self.schedule, "virtual_stages": self.virtual_stages}
         parallel = config.parallel.model_copy(update=settings)
-        return Engine(
+        workload = ModuleWorkload(
             self.stages,
             self.mesh,
             config.model_copy(update={"parallel": parallel}),
             plan=self.plan,
             compute=self.compute,
             boundary=self.boundary,
-            optimizer=optimizer,
             ties=self.ties,
-            training=training,
-            initialise=False,
+            manners=manners,
         )
+        return Engine(workload, self.mesh, training=training, optimizer=optimizer, initialise=False)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of this rank's stages, each once."""

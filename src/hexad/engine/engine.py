@@ -12,36 +12,22 @@ from torch import Tensor, nn
 
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, HexadError
-from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.recompute_inventory import Recompute
-from hexad.model.transformer import build_stages, factored_mesh
 from hexad.optim.schedule import LossScaler, Rates, learning_rates
 from hexad.parallel.pipeline.executor import Executor, MessageBuffers
 from hexad.parallel.pipeline.schedule import forward_schedule
-from hexad.parallel.pointwise import compiler_options
-from hexad.parallel.sharding import freeze
-from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
+from hexad.planning import PipelinePlan, Resolved, resolve, training_schedule
 from hexad.topology.mesh import Mesh
 
-from .experts import Loads
 from .faults import Fault, FaultGuard, StepResult
-from .language import LanguageModel, Work, compute
-from .losses import Loss, OwnLoss
-from .modules import Compute, Ties, checked, compute_of_modules, with_common_dtype
+from .language import LanguageModel
+from .losses import Loss
+from .modules import Ties, with_common_dtype
 from .state import Heap, State
-
-Boundary = Callable[[Any, int], Tensor]
-"""Makes an empty tensor like what a stage, given by its number, computes of a microbatch."""
-
-
-def _call(stage: nn.Module, microbatch: Any, inputs: Tensor | None, _: float | None) -> Tensor:
-    """A plain module's loss of a microbatch."""
-    result: Tensor = stage(microbatch) if inputs is None else stage(inputs)
-    return result
+from .workload import Boundary, Compute, ModuleWorkload, Work, Workload
 
 
 class Engine(State):
-    """Modules with their gradients and optimizer on this rank.
+    """A workload with its gradients and optimizer on this rank.
 
     ``Engine(config, mesh)`` builds the language model that a configuration describes,
     for which :meth:`train_step` is a whole step. Other modules come as ``Engine(stages, mesh, config)``:
@@ -50,7 +36,8 @@ class Engine(State):
     :meth:`begin`, :meth:`accumulate` (or its own backward passes), :meth:`reduce`, :meth:`update`.
 
     Args:
-        stages: a configuration; or this rank's pipeline stages by number, or the module that is the only one.
+        stages: a configuration; or this rank's pipeline stages by number, or the module that is the only one;
+            or a :class:`~hexad.engine.workload.Workload`, which says everything that is special about a step.
         mesh: from :func:`hexad.launch`.
         config: settings of everything but the model, where ``stages`` are modules.
         plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
@@ -68,6 +55,8 @@ class Engine(State):
             :meth:`load_weights` follows, or :meth:`hexad.training.saves.Saves.begin`.
 
     Attributes:
+        workload: what is trained, and what is special about its steps.
+        stages: of this rank, by number.
         step: steps made so far.
         updates: those of them that were not skipped.
         samples: sequences consumed so far.
@@ -82,12 +71,12 @@ class Engine(State):
 
     def __init__(
         self,
-        stages: Config | Resolved | nn.Module | Mapping[int, nn.Module],
+        stages: Workload | Config | Resolved | nn.Module | Mapping[int, nn.Module],
         mesh: Mesh,
         config: Config | None = None,
         *,
         plan: PipelinePlan | None = None,
-        compute: Compute = _call,
+        compute: Compute | None = None,
         boundary: Boundary | None = None,
         initialise: bool = True,
         training: bool = True,
@@ -97,30 +86,19 @@ class Engine(State):
     ) -> None:
         if not isinstance(mesh, Mesh):
             raise HexadError(f"mesh: found {mesh!r}, expected that of hexad.launch")
-        self.mesh, self.training = mesh, training
-        self.language: LanguageModel | None = None
-        if isinstance(stages, Config):
-            stages = resolve(with_common_dtype(stages, mesh), mesh.layout)
-        if isinstance(stages, Resolved):
-            self._build(stages, loss)
-        else:
-            if loss is not None:
-                raise HexadError("loss: found one with modules of your own; pass it as compute=")
-            self.config = config = checked(config, mesh, boundary is not None)
-            self.plan = plan or plan_of_modules(config, mesh.layout)
-            alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
-            self.stages = alone or dict(stages)  # type: ignore[arg-type]
-            self._compute = compute_of_modules(compute, config.precision.dtype)
-            self._boundary = boundary
-        described = self.language is not None
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = optimizer(self.stages)
-        super().__init__(self.stages, self.plan, self.config, self.mesh, training, described, optimizer, ties)
+        if isinstance(stages, Config | Resolved):
+            stages = self._language_model(stages, mesh, loss)
+        elif loss is not None:
+            raise HexadError("loss: found one with modules of your own; pass it as compute=")
+        elif not isinstance(stages, Workload):
+            modules = {"plan": plan, "compute": compute, "boundary": boundary, "ties": ties}
+            stages = ModuleWorkload(stages, mesh, config, **modules)  # type: ignore[arg-type]
+        super().__init__(stages, training, optimizer)
         self.step = self.updates = self.samples = 0
         self._length = self.config.complete_steps
         if initialise:
             self.initialise()
-        self.scaler = LossScaler(self.config.precision)
+        self.scaler = LossScaler(self.config.precision, self.workload.manners.scale_delay)
         self.guard = FaultGuard(self.config.faults)
         self.after_passes: Callable[[], None] | None = None
         self._begun = 0
@@ -128,35 +106,14 @@ class Engine(State):
         self._heap = Heap() if self.mesh.device.type == "cpu" else None
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
-        self._messages = MessageBuffers(mesh.device)
+        self._messages = MessageBuffers(self.mesh.device)
 
-    def _build(self, resolved: Resolved, loss: Loss | nn.Module | None) -> None:
-        """The language model's stages."""
-        self.config, self.plan = resolved.config, resolved.plan
-        self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
-        self.language = self._language_model(self.config, self.mesh)
-        self._compute, self._boundary = compute, self.language.boundary
-        stages = build_stages(
-            self.config.model,
-            self.language.shard,
-            self.plan.layers,
-            self.plan.schedule.placement,
-            self.mesh.pipeline.rank,
-            Recompute.from_settings(self.config.memory),
-        )
-        if self._full:
-            for stage in stages.values():
-                for layer in stage.layers.values():
-                    layer.compile(options=compiler_options())
-        for stage in stages.values():
-            if loss is not None and stage.head is not None:
-                stage.loss = OwnLoss(loss, self.mesh)
-        if not self.training:
-            freeze(*stages.values())
-        self.stages = dict(stages)
-
-    def _language_model(self, config: Config, mesh: Mesh) -> LanguageModel:
-        return LanguageModel(config, mesh)
+    def _language_model(
+        self, config: Config | Resolved, mesh: Mesh, loss: Loss | nn.Module | None
+    ) -> LanguageModel:
+        if isinstance(config, Config):
+            config = resolve(with_common_dtype(config, mesh), mesh.layout)
+        return LanguageModel(config, mesh, loss)
 
     @property
     def _full(self) -> bool:
@@ -255,15 +212,15 @@ class Engine(State):
         A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
 
         Raises:
-            HexadError: without :meth:`reduce` since the last update, or a rate that is none.
+            HexadError: without :meth:`reduce` since the last update, or an invalid rate.
         """
         if not self._reduced:
             raise HexadError("update: found no reduced gradients; call begin, accumulate and reduce before")
-        own = self.optimizer.rule.rate is not None
-        if own != (lr is None) or not (lr is None or (isinstance(lr, int | float) and 0 <= lr < math.inf)):
-            expected = "None: the optimizer's groups have rates" if own else "a number that is not negative"
+        rated = self.optimizer.rule.rate is not None
+        if rated != (lr is None) or not (lr is None or (isinstance(lr, int | float) and 0 <= lr < math.inf)):
+            expected = "None: the optimizer's groups have rates" if rated else "a number that is not negative"
             raise HexadError(f"update: found lr {lr!r}, expected {expected}")
-        set_apart = self.config.optimizer.decoupled_lr is not None and not own
+        set_apart = self.config.optimizer.decoupled_lr is not None and not rated
         if set_apart != (decoupled_lr is not None) or not 0 <= (decoupled_lr or 0) < math.inf:
             expected = "a number that is not negative" if set_apart else "None without optimizer.decoupled_lr"
             raise HexadError(f"update: found decoupled_lr {decoupled_lr}, expected {expected}")
@@ -285,7 +242,7 @@ class Engine(State):
         return norm, updated, numbers
 
     def train_step(
-        self, microbatches: Sequence[Microbatch], record: bool = False, divisor: int | None = None
+        self, microbatches: Sequence[Any], record: bool = False, divisor: int | None = None
     ) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update.
 
@@ -306,15 +263,14 @@ class Engine(State):
         return self.start_step(microbatches, record, divisor)()
 
     def start_step(
-        self, microbatches: Sequence[Microbatch], record: bool = False, divisor: int | None = None
+        self, microbatches: Sequence[Any], record: bool = False, divisor: int | None = None
     ) -> Callable[[], StepResult]:
         """The part of :meth:`train_step` up to the reduced gradients; returns a function that does the
         rest."""
-        language = self._language()
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
-        work = language.prepare(microbatches, self.step, divisor)
-        if not work.targets:  # on all ranks
+        work = self.workload.prepare(microbatches, self.step, divisor)
+        if not work.total:  # on all ranks
             if self.after_passes is not None:
                 self.after_passes()
             return partial(self._finish_without_target, work)
@@ -322,52 +278,50 @@ class Engine(State):
         total = self.accumulate(work.tasks, 1.0 / work.divisor, record)
         if self.after_passes is not None:
             self.after_passes()
-        losses = language.start_summing(total, work.auxiliary)
+        sums = self.workload.start_summing(total, work)
         self.reduce()
-        return partial(self._finish_step, work, losses)
+        return partial(self._finish_step, work, sums)
 
-    def _finish_step(self, work: Work, losses: Pending) -> StepResult:
-        """Clip and update with reduced gradients, given the losses' sums over data and context ranks."""
-        losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
-        own = self.optimizer.rule.rate
-        rates = self._rates(work.sequences * self.mesh.data.size) if own is None else None
-        targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale
-        veto = None if limit is None else self._veto(losses, limit * targets)
-        language, counts = self._language(), self._language().counts(losses.wait())
-        if counts is not None:
-            veto = language.veto(counts, veto)
-        norm, updated, sums = self._update(rates, veto, targets / work.divisor, losses.wait())
-        if counts is not None and language.loads is not None and updated:
-            language.loads.adopt(counts, self.stages.values())
-        self.samples += work.sequences * self.mesh.data.size
-        loss, auxiliary = sums[0] / targets, language.means(sums[1:], len(work.tasks))
-        experts = language.report(sums)
-        fault = self._fault(norm, updated)
+    def _finish_step(self, work: Work, sums: Pending) -> StepResult:
+        """Clip and update with reduced gradients, given what :meth:`Workload.start_summing` sums."""
+        workload, sequences = self.workload, work.sequences * self.mesh.data.size
+        sums = all_reduce_async(sums.wait(), self.mesh.pipeline)
+        rate = self.optimizer.rule.rate  # of an optimizer with its own
+        rates = self._rates(sequences) if rate is None else None
+        limit, scale = self.guard.limit, self.scaler.scale
+        veto = None if limit is None else self._veto(sums, limit * work.total)
+        totals = sums.wait()
+        veto = workload.veto(totals, veto)
+        norm, updated, numbers = self._update(rates, veto, work.total / work.divisor, totals)
+        if updated:
+            workload.updated(totals, self.stages)
+        self.samples += sequences
+        loss, fault = numbers[0] / work.total, self._fault(norm, updated)
+        reported = workload.report(numbers, work)
         self.guard.record(self.step, loss, updated, fault)
-        lr = own if rates is None else rates.lr
+        lr = rate if rates is None else rates.lr
         assert lr is not None
         return StepResult(
-            *(self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit),
-            auxiliary=auxiliary,
-            experts=experts,
+            *(self.step, loss, norm, lr, work.targets, work.pairs, not updated, scale, fault, limit),
+            **reported,
         )
 
     def _finish_without_target(self, work: Work) -> StepResult:
         """Count a step that has nothing to learn from."""
-        own, sequences = self.optimizer.rule.rate, work.sequences * self.mesh.data.size
-        lr = self._rates(sequences).lr if own is None else own
+        rate, sequences = self.optimizer.rule.rate, work.sequences * self.mesh.data.size
+        lr = self._rates(sequences).lr if rate is None else rate
         self.step += 1
         self.samples += sequences
         scale, limit = self.scaler.scale, self.guard.limit
         return StepResult(self.step, math.nan, 0.0, lr, 0, work.pairs, True, scale, None, limit)
 
-    def announce(self, microbatches: Sequence[Microbatch]) -> None:
+    def announce(self, microbatches: Sequence[Any]) -> None:
         """Agree on what the next step's microbatches have, while this step runs; all ranks together.
 
         ``train_step`` does not wait for the hosts of other ranks if it is then called with the same list.
         What is wrong with the microbatches is raised there.
         """
-        self._language().announce(microbatches)
+        self.workload.announce(microbatches)
 
     def _rates(self, sequences: int) -> Rates:
         """The learning rates of the next step, which has so many sequences."""
@@ -390,29 +344,18 @@ class Engine(State):
             verdict = all_reduce_async(verdict.wait(), axis, "max")
         return verdict
 
-    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+    def evaluate(self, microbatches: Sequence[Any]) -> tuple[float, int]:
         """(sum of token losses in nats, number of targets) over data and context ranks; changes nothing.
 
         Raises:
             HexadError: no microbatch, token ids outside the vocabulary, or others on the ranks of one data
                 rank; in ZeRO 3, which gathers weights for each microbatch, different numbers of them.
         """
-        language = self._language()
-        tasks, targets = language.prepare_evaluation(microbatches)
-        total = self.total_loss(tasks)
-        result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if total is not None:
-            result += torch.stack([total, torch.full_like(total, targets)])
-        loss_sum, count = all_reduce(all_reduce(result, language.axis), self.mesh.pipeline).tolist()
+        work = self.workload.prepare_evaluation(microbatches)
+        result = self.workload.evaluated(self.total_loss(work.tasks), work)
+        result = all_reduce(all_reduce(result, self.mesh.gradient_axis()), self.mesh.pipeline)
+        loss_sum, count = result.tolist()
         return loss_sum, int(count)
-
-    def _language(self) -> LanguageModel:
-        if self.language is None:
-            raise HexadError(
-                "the engine was given modules: call begin, accumulate, reduce and update; complete steps are "
-                "those of a language model, Engine(config, mesh)"
-            )
-        return self.language
 
     # Progress
 
@@ -425,7 +368,7 @@ class Engine(State):
             "loss_scale": self.scaler.state(),
             "faults": self.guard.state(),
             **({"optimizer": numbers} if (numbers := self.optimizer.rule.numbers()) else {}),
-            **({"loads": loads.state()} if (loads := self._loads) is not None else {}),
+            **self.workload.progress(),
         }
 
     def restored(self, progress: Mapping[str, Any]) -> None:
@@ -435,17 +378,12 @@ class Engine(State):
         self.scaler.restore(progress.get("loss_scale", {}))
         self.guard.restore(progress.get("faults", {}))
         self.optimizer.rule.restored(self.updates, progress.get("optimizer", {}))
-        if self._loads is not None:
-            self._loads.restore(progress.get("loads"))
         self.publish()
-
-    @property
-    def _loads(self) -> Loads | None:
-        return None if self.language is None else self.language.loads
 
     def restore_counts(self, progress: Mapping[str, Any]) -> None:
         """Continue counting from :meth:`progress`, with the optimizer as it is."""
         self.step, self.samples = progress["step"], progress["samples"]
+        self.workload.restore(progress)
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
         """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""
@@ -474,13 +412,14 @@ class Engine(State):
                 schedule = training_schedule(self.config, self.plan, microbatches)
             else:
                 schedule = forward_schedule(self.plan.schedule.placement, microbatches)
-            stages = {number: partial(self._compute, stage) for number, stage in self.stages.items()}
+            compute = self.workload.compute
+            stages = {number: partial(compute, stage) for number, stage in self.stages.items()}
             axis, device = self.mesh.pipeline, self.mesh.device
             self._executors[key] = Executor(
                 schedule,
                 stages,
                 axis,
-                self._boundary,
+                self.workload.boundary,
                 self.gradients,
                 device,
                 self._messages,

@@ -9,9 +9,8 @@ complete on every rank at any ``parallel.zero``.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import zip_longest
@@ -24,11 +23,11 @@ from torch import Tensor, nn
 
 from hexad.checkpoint.tensor_file import Chunk, dtype_name
 from hexad.comm import agreed, broadcast, merged
-from hexad.config import Config, ConfigError, HexadError, one_line
+from hexad.config import Config, HexadError
 from hexad.parallel.inventory import Grid, Position
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
-from hexad.planning import check_settings, resolved_parallel, with_dtype
+from hexad.planning import with_dtype
 from hexad.topology.cluster import device_name, has_bf16
 from hexad.topology.mesh import Axis, Mesh
 
@@ -77,12 +76,6 @@ class Untrained:
         """The current values."""
         tensor: Tensor = getattr(self.module, self.attribute)
         return tensor
-
-
-Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
-"""What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
-first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
-scalar."""
 
 
 class Tie(NamedTuple):
@@ -242,62 +235,6 @@ class Modules:
                 rectangle = Rectangle.whole(f"model.{value.name}", tuple(values.shape))
                 chunks.append(Chunk(rectangle, values, (0, 1) if first else None))
         return chunks
-
-
-def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
-    """The settings that come with modules.
-
-    Raises:
-        HexadError: there are none, they do not fit, or several stages come without a ``boundary``.
-    """
-    if config is None:
-        raise HexadError("config: found None; pass Engine(stages, mesh, config) with all other settings")
-    if not boundary and mesh.pipeline.size > 1:
-        raise HexadError(
-            f"boundary: found None with a pipeline of {mesh.pipeline.size} ranks; pass a function that makes "
-            "an empty tensor of what crosses a microbatch's stage boundaries"
-        )
-    check_settings(config, mesh.layout)
-    if config.memory.recompute != "none":
-        value = f"found {config.memory.recompute}, which is for the configured model's layers"
-        raise ConfigError(
-            "memory.recompute", f"{value}; use none, and torch.utils.checkpoint in your modules"
-        )
-    if config.memory.recompute_parts:
-        value = f"found {', '.join(config.memory.recompute_parts)}, which the configured model's layers have"
-        raise ConfigError("memory.recompute_parts", f"{value}; leave it out")
-    if config.run.compile == "pointwise":
-        value = "found pointwise, which is for the configured model's functions"
-        raise ConfigError("run.compile", f"{value}; use none, and torch.compile in your modules")
-    if config.precision.dtype == "fp8":
-        raise ConfigError(
-            "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
-        )
-    if config.precision.exact:
-        raise ConfigError("precision.exact", "found true, which is for the configured model; remove it")
-    config = with_common_dtype(config, mesh)
-    return config.model_copy(update={"parallel": resolved_parallel(config, mesh.layout)})
-
-
-_FORMATS_DIFFER = re.compile(r"must have the same dtype|should be the same|expected scalar type|ound dtype")
-"""Of PyTorch's messages."""
-
-
-def compute_of_modules(compute: Compute, dtype: str) -> Compute:
-    """``compute``, whose error says so where 16-bit weights meet inputs of another format."""
-
-    def computed(stage: nn.Module, batch: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
-        try:
-            return compute(stage, batch, inputs, scale)
-        except RuntimeError as error:
-            if dtype not in ("bf16", "fp16") or not _FORMATS_DIFFER.search(str(error)):
-                raise
-            raise HexadError(
-                f"precision.dtype {dtype}: the modules' weights have this format, what they are given has "
-                f"not ({one_line(error)}); convert it: x.to(next(module.parameters()).dtype), or use fp32"
-            ) from error
-
-    return computed
 
 
 def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> list[Untrained]:

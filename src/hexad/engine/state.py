@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hexad.checkpoint.hugging_face.weights import WeightSource
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import agreed, streams
-from hexad.config import Config, HexadError
+from hexad.config import HexadError
 from hexad.config.schema import PrecisionSettings
 from hexad.model.transformer import DTYPES
 from hexad.optim.optimizer import AdamW, BucketOptimizer, Rule
@@ -25,11 +25,10 @@ from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.data.replicas import Replicas
 from hexad.parallel.rectangle import Rectangle
-from hexad.planning import PipelinePlan
-from hexad.topology.mesh import Mesh
 
 from .language import compiles
-from .modules import Facts, Modules, Ties
+from .modules import Facts, Modules
+from .workload import Workload
 
 
 def formats(precision: PrecisionSettings) -> Formats:
@@ -44,11 +43,14 @@ def formats(precision: PrecisionSettings) -> Formats:
 class State:
     """The parameters of modules in buckets, with their gradients and optimizer, on this rank.
 
-    The arguments are those of :class:`~hexad.engine.engine.Engine`, but ``mesh`` has the model's factored
-    axes, where it has them, and ``described`` tells the model of ``config`` from a user's modules.
+    Args:
+        workload: whose stages these are.
+        training: False for evaluation only.
+        optimizer: see :class:`~hexad.engine.engine.Engine`.
 
     Attributes:
-        stages, config, mesh: as given.
+        workload, config, mesh: of these stages.
+        stages: of this rank, by number.
         modules: what the stages hold.
         sharding: how ZeRO shards the buckets of each grid.
         buckets: all of them; ``trained``: those with gradients.
@@ -59,21 +61,21 @@ class State:
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
-        plan: PipelinePlan,
-        config: Config,
-        mesh: Mesh,
+        workload: Workload,
         training: bool,
-        described: bool,
-        optimizer: Any = None,
-        ties: Ties | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[Mapping[int, nn.Module]], Any] | None = None,
     ) -> None:
-        self.stages, self.config, self.mesh = stages, config, mesh
-        self._described = described
-        parallel, owners = config.parallel, plan.schedule.placement
-        groups = None if optimizer is None else optimizer.param_groups
+        self.workload, self.training = workload, training
+        self.plan, self.config, self.mesh = workload.plan, workload.config, workload.mesh
+        self.stages = stages = workload.stages(training)
+        config, mesh, manners = self.config, self.mesh, workload.manners
+        rule = optimizer
+        if rule is not None and not isinstance(rule, torch.optim.Optimizer):
+            rule = rule(stages)
+        parallel, owners = config.parallel, self.plan.schedule.placement
+        groups = None if rule is None else rule.param_groups
         known = self._known()
-        self.modules = Modules.agreed(stages, owners, mesh, training, groups, ties or {}, known)
+        self.modules = Modules.agreed(stages, owners, mesh, training, groups, workload.ties, known)
         # In an order that is the same on all ranks: each makes the same process groups.
         self.sharding = {
             grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
@@ -96,13 +98,24 @@ class State:
             self.modules.broadcast((m.parameter for m in bucket.members if m.given), *copies)
             bucket.allocate(kinds, config.memory.offload == "optimizer")
         pool = BufferPool(mesh.device)
-        self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)
-        hooks, views = config.run.compile != "full", not described
+        factor = 1 / mesh.data.size if manners.averages else 1.0
+        self.gradients = Gradients(
+            *(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced, manners.extends, factor)
+        )
+        hooks, views = config.run.compile != "full", not workload.configured
         self.gatherer = ParameterGatherer(stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
         axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
-        rule, clip = self._rule(optimizer), config.optimizer.clip
-        self.optimizer = BucketOptimizer(self.trained, rule, clip, self.sharding, mesh.pipeline, norm, axes)
+        self.optimizer = BucketOptimizer(
+            self.trained,
+            self._rule(rule),
+            config.optimizer.clip,
+            self.sharding,
+            mesh.pipeline,
+            norm,
+            axes,
+            manners.clip_epsilon,
+        )
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world)
 
     def _known(self) -> Facts | None:
@@ -112,7 +125,7 @@ class State:
     def _rule(self, optimizer: Any) -> Rule:
         if optimizer is None:
             device = self.mesh.device
-            compiled = self._described and compiles(self.config.run, device)
+            compiled = self.workload.configured and compiles(self.config.run, device)
             return AdamW(self.trained, self.config.optimizer, device, compiled)
         from hexad.optim.torch_optimizer import TorchOptimizer  # torch.optim imports the compiler
 
@@ -131,7 +144,7 @@ class State:
         """This rank's shard of the state that a checkpoint holds, as views: master weights, optimizer state,
         and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` weights that
         nothing changes are left out: a checkpoint refers to where they came from."""
-        adapters = self._described and self.config.model.lora is not None
+        adapters = self.workload.configured and self.config.model.lora is not None
         chunks = [] if adapters else self.fixed()
         chunks += self._weights(bucket for bucket in self.buckets if not bucket.plan.fixed)
         for bucket in self.trained:
@@ -152,7 +165,7 @@ class State:
         # A copy of the embedding's weight is written by the stage with the embedding.
         holder = None if traits.copy else self.sharding[traits.grid].holder(traits)
         # Users may change the weights of their modules at any time.
-        steady = self._described or not (tensor is bucket.master and bucket.in_use)
+        steady = self.workload.configured or not (tensor is bucket.master and bucket.in_use)
         return [
             Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen, steady)
             for rectangle, values in bucket.pieces(tensor)

@@ -89,7 +89,7 @@ class Generator:
 
     def _beside(self, engine: Engine, overrides: Iterable[str], degrees: Mapping[str, int]) -> None:
         """Begin with the weights of an engine, over the same ranks, with process groups of its own."""
-        if engine.language is None:
+        if not engine.workload.configured:
             raise HexadError("Generator: found an engine of modules; it takes that of a language model")
         world = engine.mesh.layout.world
         saved = model_in_training(engine.config, overrides, degrees, world)
@@ -130,7 +130,7 @@ class Generator:
         Raises:
             HexadError: the engine is that of another model, or of other ranks.
         """
-        if not isinstance(engine, Engine) or engine.language is None:
+        if not isinstance(engine, Engine) or not engine.workload.configured:
             raise HexadError(f"update: found {engine!r:.60}, expected an engine of a language model")
         if engine.mesh.layout.world != self._mesh.layout.world:
             ranks = f"{engine.mesh.layout.world} ranks, and the generator {self._mesh.layout.world}"

@@ -78,11 +78,11 @@ class BucketOptimizer:
         pipeline: the axis whose ranks hold other stages.
         norm: an empty tensor of the gradient norm's format, on the device.
         axes: of a step, over all of which the norm is one number.
+        clip_epsilon: added to the norm that ``clip`` is divided by: 1e-6 in PyTorch's ``clip_grad_norm_``,
+            DeepSpeed and Megatron-LM.
 
     Attributes:
-        clip: as given; may be changed between steps.
-        clip_epsilon: added to the norm that ``clip`` is divided by; 0 unless an interface of another system
-            sets it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
+        clip, clip_epsilon: the arguments; may be changed between steps.
     """
 
     def __init__(
@@ -94,9 +94,10 @@ class BucketOptimizer:
         pipeline: Axis,
         norm: Tensor,
         axes: Sequence[Axis],
+        clip_epsilon: float = 0.0,
     ) -> None:
         self.buckets, self.rule = buckets, rule
-        self.clip, self.clip_epsilon = clip, 0.0
+        self.clip, self.clip_epsilon = clip, clip_epsilon
         self._norm, self._wide = norm, norm.dtype
         self.sharding, self.pipeline, self._axes = sharding, pipeline, axes
         self._arriving: list[Tensor] = []  # gradients in the host's memory

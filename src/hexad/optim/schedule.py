@@ -82,7 +82,7 @@ class LossScaler:
             scale, that is after any step whose gradients were not finite.
     """
 
-    def __init__(self, settings: PrecisionSettings) -> None:
+    def __init__(self, settings: PrecisionSettings, delay: int = 0) -> None:
         self._settings = settings
         self.active = settings.dtype == "fp16"
         self._dynamic = settings.loss_scale == "dynamic"
@@ -91,13 +91,8 @@ class LossScaler:
             fixed = settings.loss_scale
             self.scale = settings.loss_scale_initial if isinstance(fixed, str) else fixed
         self.exhausted = False
-        self.delay = 0
-        self._clean = 0
+        self.delay, self._clean = delay, -delay
         self._patience = settings.loss_scale_hysteresis
-
-    def delayed(self, steps: int) -> None:
-        """Set :attr:`delay`, before the first step."""
-        self.delay, self._clean = steps, -steps
 
     def update(self, overflow: bool) -> None:
         """Take note of a step, whose gradients were all finite or not."""

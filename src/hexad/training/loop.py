@@ -155,8 +155,7 @@ class Trainer:
             self.saves.close()
             if error is None or isinstance(error, AgreedError):
                 self.pace.close()  # all ranks do
-                if self.engine.language is not None:
-                    self.engine.language.settle()
+                self.engine.workload.settle()
         except HexadError as failed:
             if error is None:
                 raise

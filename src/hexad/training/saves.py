@@ -94,7 +94,7 @@ class Saves:
         manifest = self._load_newest(self.checkpointer.find)
         if manifest is not None:
             self._resume(*manifest)
-        elif self.engine.language is not None:
+        elif self.engine.workload.configured:
             self.base = start(self.engine, self.run.mesh.world)
         else:
             self.engine.initialise()
@@ -216,7 +216,7 @@ def loaded_base(engine: Engine, path: Path, manifest: Manifest, world: Axis) -> 
     Raises:
         AgreedError: they are missing, or others.
     """
-    if engine.language is None or engine.config.model.lora is None:
+    if not engine.workload.configured or engine.config.model.lora is None:
         return None
     base = agreed(lambda: base_of(path, manifest), world)
     load_base(base, engine.config, engine.fixed(), world)

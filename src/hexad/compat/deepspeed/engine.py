@@ -16,6 +16,7 @@ from hexad.comm import identical
 from hexad.config import HexadError, did_you_mean
 from hexad.conversion import parallelize as conversion
 from hexad.engine.engine import Engine
+from hexad.engine.workload import Manners, ModuleWorkload
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
 
@@ -37,8 +38,8 @@ log = logging.getLogger("hexad")
 _OF_MODULES = frozenset(dir(nn.Module))
 """Names that are no hint for a misspelt one."""
 _CHANGES = "with deepspeed.utils.safe_set_full_grad"
-CLIP_EPSILON = 1e-6
-"""DeepSpeed adds it to the norm that it divides by."""
+MANNERS = Manners(clip_epsilon=1e-6, scale_delay=1, extends=True)
+"""DeepSpeed's: losses of other engines may be differentiated through one, too."""
 
 
 def _reads(path: str, what: str) -> Callable[[DeepSpeedEngine], Any]:
@@ -99,11 +100,11 @@ class DeepSpeedEngine(EngineCheckpoints):
             )
         basic = client_optimizer(module, config.keys, optimizer, parameters, self._keeps_groups)
         # Without an optimizer: one that keeps nothing.
-        self._engine = self._make(basic or torch.optim.SGD(trained(module) or [torch.zeros(1)], lr=0.0))
+        updating = basic or torch.optim.SGD(trained(module) or [torch.zeros(1)], lr=0.0)
+        workload = self._workload()
+        self._engine = Engine(workload, workload.mesh, optimizer=updating, initialise=False)
         self._reads = GatheredReads(self._engine)
         self._engine.gatherer.absent = read_empty
-        self._engine.optimizer.clip_epsilon = CLIP_EPSILON
-        self._engine.scaler.delayed(1)
         register(self._engine)
         if self._keeps_groups or self._engine.mesh.pipeline.size == 1:
             groups = self._engine.optimizer.rule.numbers()["groups"]
@@ -117,7 +118,6 @@ class DeepSpeedEngine(EngineCheckpoints):
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
-        self._engine.gradients.extends = True  # losses of other engines may be differentiated through it
         object.__setattr__(module, "zero_grad", ModuleZeroGrad(module, self.zero_grad))
         self.tput_timer, self.grid = ThroughputTimer(), PipelineGrid(self._engine.mesh)
         self._accumulation = Accumulation(self._engine)
@@ -134,10 +134,10 @@ class DeepSpeedEngine(EngineCheckpoints):
     _shuffles = True
     """Whether the loader of ``training_data`` shuffles."""
 
-    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+    def _workload(self) -> ModuleWorkload:
         settings = engine_config(self._config, self.device.type == "cuda")
         mesh = conversion.mesh_of(self._module) or world.mesh_of(self.device)
-        return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
+        return ModuleWorkload(self._module, mesh, settings, manners=MANNERS)
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from hexad.comm import broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
-from hexad.engine.engine import Engine
 
 from ..facade.optimizer import refused
 from ..megatron import parallel_state
-from ..megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
+from ..megatron.gpt import GPTModel, GPTWorkload, check_tied, resolved_model
 from ..megatron.schedules import empty_hidden
-from .engine import DeepSpeedEngine
+from .engine import MANNERS, DeepSpeedEngine
 from .translate import engine_config
 
 _RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
@@ -46,7 +45,7 @@ class MegatronEngine(DeepSpeedEngine):
 
     _module: GPTModel
 
-    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+    def _workload(self) -> GPTWorkload:
         resolved, mesh = resolved_model(), parallel_state.get_mesh()
         placement = resolved.plan.schedule.placement
         if len(placement) > mesh.pipeline.size:
@@ -58,14 +57,13 @@ class MegatronEngine(DeepSpeedEngine):
         if settings.model.tied_embeddings:
             check_tied(False, settings.parallel.zero)
         shape = self._shape = tuple(empty_hidden(settings, mesh).shape)
-        return GPTEngine(
+        return GPTWorkload(
             {mesh.pipeline.rank: self._module},
             mesh,
             settings,
             plan=resolved.plan,
-            optimizer=optimizer,
             boundary=lambda *_: torch.empty(shape),
-            initialise=False,
+            manners=MANNERS,
         )
 
     set_train_micro_batch_size = refused(

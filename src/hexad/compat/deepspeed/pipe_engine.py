@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, receive_async, send_async
 from hexad.config import ConfigError, HexadError
-from hexad.engine.engine import Engine
+from hexad.engine.workload import ModuleWorkload
 
 from ..facade.optimizer import refused
 from .data import RepeatingLoader, cast_tensors
-from .engine import DeepSpeedEngine
+from .engine import MANNERS, DeepSpeedEngine
 from .pipe import PipelineModule, PipeStage
 from .translate import engine_config
 
@@ -151,7 +151,7 @@ class PipelineEngine(DeepSpeedEngine):
     _keeps_groups = True
     _shuffles = False  # as DeepSpeed's pipelines
 
-    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+    def _workload(self) -> ModuleWorkload:
         module, keys = self._module, self._config.keys
         for name, enabled in (
             ("torch_autocast.enabled", keys.torch_autocast.enabled),
@@ -169,16 +169,15 @@ class PipelineEngine(DeepSpeedEngine):
         parallel = settings.parallel.model_copy(update=chosen)
         self._forms: dict[object, tuple[Form, ...]] = {}
         self._data_iterator: Iterator[Any] | None = None
-        return Engine(
+        return ModuleWorkload(
             module.own_stages,
             module.mesh,
             settings.model_copy(update={"parallel": parallel}),
             plan=module.plan,
             compute=partial(_compute, module),
             boundary=lambda batch, stage: batch.forms[stage].empty(self.device),
-            optimizer=optimizer,
             ties=module.ties(),
-            initialise=False,
+            manners=MANNERS,
         )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:

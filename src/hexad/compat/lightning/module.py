@@ -495,8 +495,7 @@ class HexadModule(EngineModule):
             self._open.pop().close()
         if self.engine is not None and not failed:
             self.engine.after_passes = None
-            assert self.engine.language is not None
-            self.engine.language.settle()
+            self.engine.workload.settle()
 
     # Validation
 

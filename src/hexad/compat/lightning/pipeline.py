@@ -21,7 +21,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from .module import EngineModule, layout_of_module
-from .training import CLIP_EPSILON, engine_settings
+from .training import MANNERS, engine_settings
 
 log = logging.getLogger("hexad")
 
@@ -118,9 +118,7 @@ class PipelineModule(EngineModule):
             schedule=parallel.schedule,
             virtual_stages=parallel.virtual_stages,
         )
-        engine = pipelined.engine(settings, optimizer, training)
-        engine.optimizer.clip_epsilon = CLIP_EPSILON
-        return engine
+        return pipelined.engine(settings, optimizer, training, MANNERS)
 
     def _weighted(self, output: Any, piece: Piece) -> Tensor:
         return self.loss(output, piece.batch) * piece.part

@@ -16,6 +16,7 @@ from hexad.comm import all_gather, broadcast, identical
 from hexad.config import Config, HexadError
 from hexad.config.schema import ParallelSettings
 from hexad.engine.engine import Engine
+from hexad.engine.workload import Manners, ModuleWorkload
 from hexad.model.configuration import load_config
 from hexad.model.transformer import DTYPES
 from hexad.optim.torch_optimizer import TorchOptimizer, is_elementwise
@@ -28,8 +29,10 @@ from ..facade.reads import GatheredReads
 
 log = logging.getLogger("hexad")
 
-CLIP_EPSILON = 1e-6
-"""``torch.nn.utils.clip_grad_norm_`` adds it to the norm that it divides by."""
+MANNERS = Manners(clip_epsilon=1e-6)
+"""``torch.nn.utils.clip_grad_norm_`` adds this to the norm that it divides by."""
+_OF_MODULES = MANNERS._replace(averages=True, extends=True)
+"""Manners where gradients are means over data ranks, of any number of backward passes."""
 
 
 class FitOptimizer(EngineOptimizer):
@@ -130,10 +133,8 @@ class ModuleTraining:
         self._frozen = [parameter for parameter in trained_before if not parameter.requires_grad]
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.groups = [[names[p] for p in group["params"]] for group in inner.param_groups]
-        self.engine = Engine(module, mesh, config, optimizer=inner, initialise=False)
-        self.engine.optimizer.clip_epsilon = CLIP_EPSILON
-        self.engine.gradients.extends = True  # a step may have any number of backward passes
-        self.engine.gradients.factor = 1 / mesh.data.size
+        workload = ModuleWorkload(module, mesh, config, manners=_OF_MODULES)
+        self.engine = Engine(workload, mesh, optimizer=inner, initialise=False)
         groups = self._rule.numbers()["groups"]
         identical("optimizer.param_groups", dict(enumerate(groups)), mesh.world)
         self.optimizer: FitOptimizer = visible(inner)(inner, self.engine, self._update, self.discard)

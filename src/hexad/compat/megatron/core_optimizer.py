@@ -117,9 +117,15 @@ class MegatronOptimizer:
         norm = torch.empty(0, dtype=chunks[0].formats.master, device=mesh.device)
         axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
         self._optimizer = BucketOptimizer(
-            self._buckets, self._rule, config.clip_grad, self._sharding, mesh.pipeline, norm, axes
+            self._buckets,
+            self._rule,
+            config.clip_grad,
+            self._sharding,
+            mesh.pipeline,
+            norm,
+            axes,
+            _CLIP_EPSILON,
         )
-        self._optimizer.clip_epsilon = _CLIP_EPSILON
         self.updates = 0
         rates = {"max_lr": config.lr, "min_lr": config.min_lr}
         self.param_groups: list[dict[str, Any]] = [

@@ -154,9 +154,8 @@ class DistributedDataParallel(Wrapper):
                 vars(declared.parameter).pop("derived", None)
         ties = {TIE: parallel_state.embedding_axis()} if any(b.traits.tied for b in self.buckets) else {}
         pool = BufferPool(self.mesh.device)
-        self.gradients = Gradients(self.buckets, sharding, self.mesh.axes, ties, pool, self.formats.reduced)
-        self.gradients.extends = True
-        self.gradients.factor = 1.0 / self.mesh.gradient_axis().size
+        factor, reduced = 1.0 / self.mesh.gradient_axis().size, self.formats.reduced
+        self.gradients = Gradients(self.buckets, sharding, self.mesh.axes, ties, pool, reduced, True, factor)
         self._hands_over = zero == 0
 
     def shard(self, sharding: Shardings, zero: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hexad.config import HexadError
-from hexad.engine.engine import Engine
+from hexad.engine.workload import ModuleWorkload
 from hexad.model.dropout import DropoutKey
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute_inventory import Recompute
@@ -365,20 +365,18 @@ class GPTModelPipe(GPTModel):
         return self(tokens, positions, mask, labels=labels), loss
 
 
-class GPTEngine(Engine):
-    """An engine around stages with a :class:`GPTModel`, whose dropout continues after resuming."""
+class GPTWorkload(ModuleWorkload):
+    """Stages with a :class:`GPTModel`, whose dropout continues after resuming."""
 
     def progress(self) -> dict[str, Any]:
-        """The progress of an :class:`~hexad.Engine`, with the number of passes, equal on all stages."""
-        passes = max((model.passes for model in self._models()), default=0)
-        return {**super().progress(), "passes": passes}
+        """The number of passes, equal on all stages."""
+        return {"passes": max((model.passes for model in self._models()), default=0)}
 
-    def restore_counts(self, progress: Mapping[str, Any]) -> None:
-        """Continue counting from :meth:`progress`."""
-        super().restore_counts(progress)
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Continue counting passes."""
         for model in self._models():
             model.passes = progress.get("passes", 0)
 
     def _models(self) -> Iterator[GPTModel]:
-        for stage in self.stages.values():
+        for stage in self.stages(training=True).values():
             yield from (module for module in stage.modules() if isinstance(module, GPTModel))

@@ -1,19 +1,18 @@
 """Megatron-LM's ``get_forward_backward_func`` over Hexad's executor: any schedule."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hexad.comm import all_reduce
 from hexad.config import Config, HexadError
 from hexad.config.schema import MemorySettings
 from hexad.engine.engine import Engine
-from hexad.engine.faults import StepResult
+from hexad.engine.workload import Boundary, Work
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.schedule import Schedule
+from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
@@ -21,20 +20,20 @@ from .chunks import Chunks, ForwardStep, Step, compute_of
 from .datasets import iterators_of
 from .distributed import DistributedDataParallel
 from .enums import ModelType
-from .gpt import GPTEngine, resolved_model
+from .gpt import GPTWorkload, resolved_model
 from .initialize import get_args
 from .installed import check_arguments
 from .settings import DistributedDataParallelConfig
 
 
-def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., Engine] = GPTEngine) -> Engine:
+def setup_model(model_provider: Callable[..., nn.Module], forward_step: ForwardStep | None = None) -> Engine:
     """This rank's stages, with their gradients and optimizer; all ranks call this together.
 
     Args:
         model_provider: called with ``pre_process`` and ``post_process`` for every stage of this rank; returns
             a :class:`GPTModel`, or a module with its ``set_input_tensor`` whose hidden states have the same
             shape.
-        make: the class of the engine.
+        forward_step: of complete steps; by default those of :func:`forward_backward` only.
 
     Raises:
         ConfigError: flags that do not fit each other.
@@ -50,15 +49,15 @@ def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., En
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )
-    return make(
+    workload = ScriptWorkload(
         stages,
         mesh,
         config,
         plan=resolved.plan,
-        compute=compute_of(stages, last),
         boundary=lambda *_: empty_hidden(config, mesh),
-        initialise=False,
+        forward_step=forward_step,
     )
+    return Engine(workload, mesh, initialise=False)
 
 
 def get_model(
@@ -134,67 +133,57 @@ def build_stages(
     return stages
 
 
-class ScriptEngine(GPTEngine):
-    """An engine whose complete steps are a script's ``forward_step``, as a run trains with it.
+class ScriptWorkload(GPTWorkload):
+    """Stages whose passes are a script's ``forward_step``, as a run trains with them. A step's loss is the
+    mean over microbatches, as in Megatron-LM.
 
     Args:
-        forward_step: see :func:`forward_backward`.
+        stages, mesh, config, plan, boundary: see :class:`~hexad.engine.workload.ModuleWorkload`.
+        forward_step: see :func:`forward_backward`, which calls that of each step where this is None.
 
     Attributes:
         reported: by the loss functions of the last passes, per microbatch, on the rank of the last stage.
     """
 
-    def __init__(self, *given: Any, forward_step: ForwardStep, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        mesh: Mesh,
+        config: Config,
+        *,
+        plan: PipelinePlan,
+        boundary: Boundary,
+        forward_step: ForwardStep | None = None,
+    ) -> None:
+        compute = compute_of(stages, plan.schedule.stages - 1)
+        super().__init__(stages, mesh, config, plan=plan, compute=compute, boundary=boundary)
         self._forward_step = forward_step
         self.reported: list[Any] = []
 
-    def _script(self, batches: Sequence[Any]) -> Step:
-        return Step(self._forward_step, iterators_of(batches, list(self.stages)))
+    def prepare(self, microbatches: Sequence[Any], step: int, divisor: int | None = None) -> Work:
+        """The work of one step, whatever the ``divisor``: every token counts as a target."""
+        count, config = len(microbatches), self.config
+        sequences, total = count * config.batch.micro, count * self.mesh.gradient_axis().size
+        targets = sequences * self.mesh.data.size * config.data.sequence
+        tasks = self._tasks(microbatches)
+        return Work(tasks, sequences, targets, targets * config.data.sequence, total, divisor=total)
 
-    def start_step(
-        self, microbatches: Sequence[Any], record: bool = False, divisor: int | None = None
-    ) -> Callable[[], StepResult]:
-        """Accumulate this data rank's microbatches and reduce; returns a function that clips and updates, see
-        :meth:`Engine.start_step`. The loss is the mean over microbatches, as in Megatron-LM, whatever the
-        ``divisor``."""
-        count, axis = len(microbatches), self.mesh.gradient_axis()
-        step = self._script(microbatches)
-        self.begin(count)
-        total = self.accumulate([step] * count, 1.0 / (count * axis.size), record)
-        if self.after_passes is not None:
-            self.after_passes()
-        self.reduce()
-        loss = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        loss = loss if total is None else loss + total
-        loss = all_reduce(all_reduce(loss, axis), self.mesh.pipeline) / (count * axis.size)
+    def prepare_evaluation(self, microbatches: Sequence[Any]) -> Work:
+        """As :meth:`prepare`."""
+        return self.prepare(microbatches, 0)
+
+    def _tasks(self, microbatches: Sequence[Any]) -> list[Step]:
+        if self._forward_step is None:
+            raise HexadError("the engine has no forward_step; call get_forward_backward_func()(...)")
+        step = Step(self._forward_step, iterators_of(microbatches, list(self.stages(training=True))))
         self.reported = step.reported
-        return partial(self._finish_script, count, loss)
+        return [step] * len(microbatches)
 
-    def _finish_script(self, count: int, loss: Tensor) -> StepResult:
-        """Clip and update with the reduced gradients of so many microbatches."""
-        config, scale, own = self.config, self.scaler.scale, self.optimizer.rule.rate
-        sequences = count * config.batch.micro * self.mesh.data.size
-        rates = self._rates(sequences) if own is None else None
-        norm, updated, sums = self._update(rates, None, 1.0, loss)
-        self.samples += sequences
-        fault = self._fault(norm, updated)
-        self.guard.record(self.step, sums[0], updated, fault)
-        targets = sequences * config.data.sequence
-        pairs = targets * config.data.sequence
-        lr = own if rates is None else rates.lr
-        assert lr is not None
-        return StepResult(self.step, sums[0], norm, lr, targets, pairs, not updated, scale, fault)
-
-    def evaluate(self, microbatches: Sequence[Any]) -> tuple[float, int]:
-        """(sum of losses, what they are divided by) over data ranks; changes nothing."""
-        step = self._script(microbatches)
-        self.total_loss([step] * len(microbatches))
-        self.reported = step.reported
-        pairs = [(float(loss), float(count)) for loss, count in step.sums]
-        result = torch.tensor(pairs or [(0.0, 0.0)], dtype=torch.float64, device=self.mesh.device).sum(0)
-        summed = all_reduce(all_reduce(result, self.mesh.gradient_axis()), self.mesh.pipeline).tolist()
-        return summed[0], int(summed[1])
+    def evaluated(self, total: Tensor | None, work: Work) -> Tensor:
+        """(sum of losses, what they are divided by) of what the loss functions have returned."""
+        sums = work.tasks[0].sums if work.tasks else ()
+        pairs = [(float(loss), float(count)) for loss, count in sums] or [(0.0, 0.0)]
+        return torch.tensor(pairs, dtype=torch.float64, device=self.mesh.device).sum(0)
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:

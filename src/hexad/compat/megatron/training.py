@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from .initialize import (  # noqa: F401
     validate_args,
 )
 from .installed import check_arguments
-from .schedules import ScriptEngine, get_model, get_num_microbatches, setup_model  # noqa: F401
+from .schedules import get_model, get_num_microbatches, setup_model  # noqa: F401
 from .tensor_parallel import send_batch
 from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 
@@ -157,7 +156,7 @@ def train_script(
     step = _ForwardStep(forward_step_func)
     if data_post_process is not None:
         get_args().num_experts = get_args().num_experts or [1]
-    engine = setup_model(model_provider, partial(ScriptEngine, forward_step=step))
+    engine = setup_model(model_provider, step)
     for stage in engine.stages.values():
         if isinstance(stage, GPTModel) and not isinstance(stage, GPTModelPipe):
             stage.returns_expert_losses = data_post_process is not None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hexad.comm import all_reduce
 from hexad.config import Config, HexadError
+from hexad.engine.engine import Engine
 from hexad.engine.faults import StepResult
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.schedules import build_schedule
@@ -23,7 +24,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..lightning.module import ConfiguredOptimizer, EngineModule, check_fault, layout_of_module
-from ..megatron.schedules import ScriptEngine, build_stages, compute_of
+from ..megatron.schedules import ScriptWorkload, build_stages
 
 log = logging.getLogger("hexad")
 
@@ -41,8 +42,6 @@ class HookedModule(EngineModule):
         user: the trainer's module.
         settings: makes the configuration of an engine.
     """
-
-    engine: ScriptEngine | None
 
     def __init__(self, user: LightningModule, settings: Callable[[], Config]) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class HookedModule(EngineModule):
         """The layout of so many ranks."""
         return layout_of_module(type(self.user).__name__, named, ranks)
 
-    def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> ScriptEngine:
+    def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
         """An engine of this rank's stages, with the values that ``configure_model`` gives them."""
         config = self.settings()
         if getattr(getattr(self.user, "config", None), "calculate_per_token_loss", False):
@@ -86,18 +85,15 @@ class HookedModule(EngineModule):
             return _in_format(module.to(mesh.device), dtype, number == 0, number == self._last)
 
         stages = build_stages(schedule, mesh, stage)
-        return ScriptEngine(
+        workload = self._workload = ScriptWorkload(
             stages,
             mesh,
             config,
             plan=PipelinePlan(schedule, (range(0),) * schedule.stages),
-            compute=compute_of(stages, self._last),
             boundary=partial(_empty, self.user, config, mesh),
-            initialise=False,
-            training=training,
-            optimizer=optimizer,
             forward_step=self._forward_step,
         )
+        return Engine(workload, mesh, training=training, optimizer=optimizer, initialise=False)
 
     def set_up(self, mesh: Mesh, training: bool, optimizer: Callable[[Any], Any] | None) -> None:
         """As of :class:`EngineModule`; ``configure_model``, which a trainer calls before each fit and
@@ -197,7 +193,7 @@ class HookedModule(EngineModule):
         if self._last not in engine.stages:
             return None
         owner = self._owners[engine.stages[self._last]]
-        return self._reduction(owner).reduce(engine.reported)
+        return self._reduction(owner).reduce(self._workload.reported)
 
     def _everywhere(self, reduced: Any) -> Tensor:
         """A scalar of the last stage's rank, or of its dictionary, on all pipeline ranks; float64."""
@@ -211,11 +207,6 @@ class HookedModule(EngineModule):
         known = 0.0 if value is None else value.detach() if isinstance(value, Tensor) else value
         total = torch.as_tensor(known, dtype=torch.float64, device=mesh.device).reshape(())
         return all_reduce(total.clone(), mesh.pipeline)
-
-    def _made(self) -> ScriptEngine:
-        engine = super()._made()
-        assert isinstance(engine, ScriptEngine)
-        return engine
 
 
 def has_hooks(module: object) -> bool:

@@ -8,22 +8,23 @@ from typing import Any
 
 from torch import Tensor
 
-from hexad.config import Config, HexadError
+from hexad.config import HexadError
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import Action
 from hexad.planning import Resolved
 from hexad.planning.memory import rank_stages
 from hexad.topology.mesh import Mesh
 
+from ..counting import Counting, Counts
 from ..engine import Engine
-from ..language import Counts, LanguageModel
+from ..language import LanguageModel
 from ..modules import Facts
 
 
-class LanguageOfOne(LanguageModel):
+class CountingOfOne(Counting):
     """Counts what all ranks have without asking them: every token of a global batch is a target."""
 
-    def _counted(self, counting: Future[Counts], equal: bool) -> Counts:
+    def _result(self, counting: Future[Counts], equal: bool) -> Counts:
         counts = counting.result()
         if counts.problem is not None:
             raise HexadError(counts.problem)
@@ -42,11 +43,10 @@ class DryEngine(Engine):
 
     def __init__(self, resolved: Resolved, mesh: Mesh, began: Callable[[Action | None], None]) -> None:
         self._resolved, self._began = resolved, began
-        super().__init__(resolved, mesh, initialise=False)
+        model = LanguageModel(resolved, mesh)
+        model.counting = CountingOfOne(model.config, model.mesh)
+        super().__init__(model, mesh, initialise=False)
         self.optimizer.reading = _assumed  # type: ignore[method-assign]
-
-    def _language_model(self, config: Config, mesh: Mesh) -> LanguageModel:
-        return LanguageOfOne(config, mesh)
 
     def _known(self) -> Facts:
         facts = Facts()

@@ -47,14 +47,9 @@ class Gradients:
         ties: by name, the ranks that hold copies of the same parameters for several stages.
         pool: buffers for gradients that are not kept.
         reduced: number format in which they are sent and reduced.
-
-    Attributes:
-        extends: more backward passes than announced are accepted, of any graph, the same on all data ranks.
+        extends: accept more backward passes than announced, of any graph, the same on all data ranks.
         factor: what contributions are multiplied by, such as 1 / ranks for means.
     """
-
-    extends = False
-    factor = 1.0
 
     def __init__(
         self,
@@ -64,7 +59,10 @@ class Gradients:
         ties: Mapping[str, Axis],
         pool: BufferPool,
         reduced: torch.dtype,
+        extends: bool = False,
+        factor: float = 1.0,
     ) -> None:
+        self.extends, self.factor = extends, factor
         self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
         given = any(declared.given for bucket in buckets for declared in bucket.members)

@@ -179,13 +179,13 @@ def _not_joined(races: Races) -> list[Patch]:
 
 WAITS = {
     "compat/deepspeed/pipe_engine.py:_mean": "deepspeed, pipeline, zero 3",
-    "compat/deepspeed/pipe_engine.py:_pass_on": "deepspeed, pipeline, zero 3",
-    "compat/deepspeed/pipe_engine.py:_probe": "deepspeed, pipeline, zero 3",
-    "compat/deepspeed/pipe_engine.py:_signatures": "deepspeed, pipeline, zero 3",
+    "compat/deepspeed/pipe_engine.py:signatures": "deepspeed, pipeline, zero 3",
     "compat/deepspeed/zero.py:_adopt": "changed after saves, zero 1",
     "compat/megatron/parallel_state.py:_same_number_of_groups": "megatron, layers in an engine",
     "engine/engine.py:evaluate": "saved and resumed, zero 1",
     "engine/engine.py:_finish_step": "zb_v, data 2, zero 2",
+    "engine/forms.py:_pass_on": "deepspeed, pipeline, zero 3",
+    "engine/forms.py:_probe": "deepspeed, pipeline, zero 3",
     "engine/language.py:start_summing": "experts, data 2, tensor 2, zero 3",
     "engine/modules.py:broadcast": "deepspeed, zero 1, as scripts read",
     "generation/cache.py:attend": "generation, context 2",

@@ -378,8 +378,7 @@ def test_passes_that_begin_was_not_called_for_are_refused(zero: int) -> None:
 
 def message(case: str) -> str:
     """What this rank says."""
-    rank, pipeline = dist.get_rank(), case == "boundary"
-    mesh = mesh_of(pipeline=2 if pipeline else 1)
+    rank, mesh = dist.get_rank(), mesh_of(pipeline=1)
     module = linear()
     if case == "shape" and rank:
         module = nn.Linear(WIDTH, 2, dtype=FLOAT)
@@ -397,7 +396,6 @@ def message(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
-        ("boundary", "boundary: found None with a pipeline of 2 ranks; pass a function"),
         ("shape", "found weight a trained float64 tensor of shape (2, 6) on rank 1 where rank 0 has weight"),
         ("fewer", "found nothing on rank 1 where rank 0 has bias"),
         ("frozen", "found weight an untrained float64 tensor of shape (6, 6) on rank 1 where rank 0 has"),

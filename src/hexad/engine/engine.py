@@ -43,7 +43,7 @@ class Engine(State):
         plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
         compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
         boundary: given a microbatch and the number of a stage, makes an empty tensor like the stage's result;
-            needed where the pipeline has several ranks.
+            by default a forward pass finds it, once for each new shape of a microbatch.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
             settings and learning rates, or a function of this rank's stages, by number, that returns one;
@@ -66,7 +66,7 @@ class Engine(State):
 
     Raises:
         ConfigError: settings that do not fit each other or the mesh.
-        HexadError: modules without ``config`` or ``boundary``, or not the same on all ranks of a stage.
+        HexadError: modules without ``config``, or not the same on all ranks of a stage.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Engine(State):
             )
         self._begun -= len(microbatches)
         executor = self._executor(len(microbatches), training=True)
-        total = executor.run(list(microbatches), scale * self.scaler.scale, record)
+        total = executor.run(self.workload.tasks(microbatches), scale * self.scaler.scale, record)
         if record:
             self._recorded = (executor.began, executor.times)
         return total
@@ -176,7 +176,7 @@ class Engine(State):
         on others. All pipeline ranks pass the same microbatches; in ZeRO 3 all ranks as many."""
         if self._full:
             self.gatherer.settle()
-        return self._executor(len(microbatches), training=False).run(list(microbatches))
+        return self._executor(len(microbatches), training=False).run(self.workload.tasks(microbatches))
 
     def reduce(self) -> None:
         """Wait until gradients are summed over data and context ranks, and sum those that are partial.

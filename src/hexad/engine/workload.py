@@ -21,6 +21,7 @@ from hexad.config import Config, ConfigError, HexadError, one_line
 from hexad.planning import PipelinePlan, check_settings, plan_of_modules, resolved_parallel
 from hexad.topology.mesh import Mesh
 
+from .forms import FormedBatch, Forms, signature
 from .modules import Ties, with_common_dtype
 
 Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
@@ -115,6 +116,13 @@ class Workload:
         """An empty tensor like what a stage, which is not the last, computes of a task."""
         raise NotImplementedError
 
+    # Passes
+
+    def tasks(self, microbatches: Sequence[Any]) -> Sequence[Any]:
+        """What stages compute of these microbatches, in order, before a schedule runs them; all ranks
+        together."""
+        return list(microbatches)
+
     # A training step
 
     def announce(self, microbatches: Sequence[Any]) -> None:
@@ -197,12 +205,14 @@ class ModuleWorkload(Workload):
         mesh: from :func:`hexad.launch`.
         config: settings of everything but the model.
         plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
-        compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
-        boundary: needed where the pipeline has several ranks.
+        compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss. Stages may
+            pass on several tensors and None, see :mod:`hexad.engine.forms`.
+        boundary: given a microbatch and the number of a stage, makes an empty tensor like the one that the
+            stage passes on; by default a forward pass finds it, once for each new shape of a microbatch.
         ties, manners: see :class:`Workload`.
 
     Raises:
-        HexadError: no settings, or ones that do not fit; no ``boundary`` for several stages.
+        HexadError: no settings, or ones that do not fit.
     """
 
     def __init__(
@@ -217,20 +227,39 @@ class ModuleWorkload(Workload):
         ties: Ties | None = None,
         manners: Manners = USUAL,
     ) -> None:
-        self._compute, self._boundary = compute, boundary
-        has_boundary = boundary is not None or type(self).boundary is not ModuleWorkload.boundary
-        config = checked(config, mesh, has_boundary)
+        config = checked(config, mesh)
         super().__init__(config, mesh, plan or plan_of_modules(config, mesh.layout), ties, manners)
         self._stages = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else dict(stages)
+        self._numbers = {stage: number for number, stage in self._stages.items()}
+        self._user_compute, self._user_boundary = compute, boundary
+        placement, together = self.plan.schedule.placement, config.parallel.zero == 3
+        self._forms: Forms | None = None
+        if boundary is None and len(placement) > 1:
+            self._forms = Forms(self._stages, placement, mesh, self._result, together)
 
     def stages(self, training: bool) -> Mapping[int, nn.Module]:
         """The user's modules, by number."""
         return self._stages
 
+    def tasks(self, microbatches: Sequence[Any]) -> Sequence[Any]:
+        """Microbatches, with the forms of what crosses boundaries where these have to be found."""
+        if self._forms is None:
+            return list(microbatches)
+        return self._forms.formed(microbatches, self.signatures(microbatches))
+
+    def signatures(self, microbatches: Sequence[Any]) -> list[object]:
+        """What each microbatch's shapes follow from, the same on all pipeline ranks."""
+        return [signature(microbatch) for microbatch in microbatches]
+
     def compute(self, stage: nn.Module, task: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
         """What a stage computes of a microbatch; an error says so where 16-bit weights meet other inputs."""
         try:
-            return self.computed(stage, task, inputs, scale)
+            if not isinstance(task, FormedBatch):
+                return self.computed(stage, task, inputs, scale)
+            number = self._numbers[stage]
+            received = None if inputs is None else task.forms[number - 1].result(self.received(inputs))
+            result = self.computed(stage, task.batch, received, scale)
+            return task.forms[number].message(result) if number < len(task.forms) else result
         except RuntimeError as error:
             dtype = self.config.precision.dtype
             if dtype not in ("bf16", "fp16") or not _FORMATS_DIFFER.search(str(error)):
@@ -240,17 +269,26 @@ class ModuleWorkload(Workload):
                 f"not ({one_line(error)}); convert it: x.to(next(module.parameters()).dtype), or use fp32"
             ) from error
 
-    def computed(self, stage: nn.Module, task: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
-        """As :meth:`compute`: the user's function, or the stage's call."""
-        if self._compute is not None:
-            return self._compute(stage, task, inputs, scale)
-        result: Tensor = stage(task) if inputs is None else stage(inputs)
-        return result
+    def received(self, message: Tensor) -> Tensor:
+        """The message that a stage has received, as its layers may use it."""
+        return message
+
+    def computed(self, stage: nn.Module, batch: Any, inputs: Any, scale: float | None) -> Any:
+        """A stage's result, of the last one the loss: by the user's function, or the stage's call."""
+        if self._user_compute is not None:
+            return self._user_compute(stage, batch, inputs, scale)
+        return stage(batch) if inputs is None else stage(inputs)
+
+    def _result(self, stage: int, batch: Any, inputs: Any) -> Any:
+        """A stage's result, to find its form."""
+        return self.computed(self._stages[stage], batch, inputs, None)
 
     def boundary(self, task: Any, stage: int) -> Tensor:
-        """What the user's function makes."""
-        assert self._boundary is not None, "stages on several ranks have a boundary"
-        return self._boundary(task, stage)
+        """An empty tensor like what a stage passes on."""
+        if isinstance(task, FormedBatch):
+            return task.forms[stage].empty(self.mesh.device)
+        assert self._user_boundary is not None, "stages on several ranks have a boundary"
+        return self._user_boundary(task, stage)
 
     def prepare(self, microbatches: Sequence[Any], step: int, divisor: int | None = None) -> Work:
         """Refuse complete steps, whose losses only the user can divide."""
@@ -272,19 +310,14 @@ _FORMATS_DIFFER = re.compile(r"must have the same dtype|should be the same|expec
 """Matches PyTorch's messages about operands of different formats."""
 
 
-def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
+def checked(config: Config | None, mesh: Mesh) -> Config:
     """The settings that come with modules.
 
     Raises:
-        HexadError: there are none, they do not fit, or several stages come without a ``boundary``.
+        HexadError: there are none, or they do not fit.
     """
     if config is None:
         raise HexadError("config: found None; pass Engine(stages, mesh, config) with all other settings")
-    if not boundary and mesh.pipeline.size > 1:
-        raise HexadError(
-            f"boundary: found None with a pipeline of {mesh.pipeline.size} ranks; pass a function that makes "
-            "an empty tensor of what crosses a microbatch's stage boundaries"
-        )
     check_settings(config, mesh.layout)
     if config.memory.recompute != "none":
         value = f"found {config.memory.recompute}, which is for the configured model's layers"

@@ -13,8 +13,8 @@ from torch import nn
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed.data import cast_tensors
 from hexad.compat.deepspeed.pipe import balanced
-from hexad.compat.deepspeed.pipe_engine import Form
 from hexad.config import HexadError
+from hexad.engine.forms import Form
 
 from ...pool import Pool, RankError
 from .layers import WIDTH, Embedding, batch_of, first, logits, loss_of, specs

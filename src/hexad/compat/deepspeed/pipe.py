@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
+from hexad.conversion.stages import LayerStage
 from hexad.engine.modules import Tie, Ties
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.planning import PipelinePlan
@@ -66,13 +67,12 @@ class TiedLayerSpec(LayerSpec):
         self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
 
 
-class PipeStage(nn.Module):
+class PipeStage(LayerStage):
     """Consecutive layers, under their numbers in the list; those with a key are under ``tied_modules``."""
 
-    def __init__(self, owner: PipelineModule, layers: range) -> None:
-        super().__init__()
-        self._owner, self.layers = [owner], layers  # in a list: the owner is no part of the stage
-        self.functions: list[Layer] = []
+    def __init__(self, owner: PipelineModule, numbers: range) -> None:
+        super().__init__(numbers)
+        self._owner = [owner]  # in a list: the owner is no part of the stage
         self.tied_modules = nn.ModuleDict()
 
     def forward(self, x: Any) -> Any:
@@ -250,7 +250,7 @@ class PipelineModule(nn.Module):
 
     def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:
         """Build this rank's layers."""
-        mine = {number: stage for stage in self.own_stages.values() for number in stage.layers}
+        mine = {number: stage for stage in self.own_stages.values() for number in stage.numbers}
         keys = {spec.key for spec in map(self.specs.__getitem__, mine) if isinstance(spec, TiedLayerSpec)}
         tied: dict[str | None, Any] = {}  # by key; None for those of other ranks
         for number, spec in enumerate(self.specs):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hexad.comm import all_reduce
 from hexad.config import HexadError
-from hexad.conversion.pipeline import pipeline
+from hexad.conversion.pipeline import pipelined_layers
 from hexad.engine.engine import Engine
 from hexad.model.configuration import load_config
 from hexad.topology.layout import Layout
@@ -39,27 +39,11 @@ class Piece:
     part: float
 
 
-class _Layers(nn.Module):
-    """The layers, one after the other."""
-
-    def __init__(self, module: PipelineModule) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(module.pipeline_layers())
-        self._inputs = module.inputs
-
-    def forward(self, piece: Piece) -> Any:
-        """The last one's result."""
-        x = self._inputs(piece.batch)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class PipelineModule(EngineModule):
     """Layers of a user's own, divided into the stages of pipeline ranks, under :class:`HexadStrategy`.
 
-    Override :meth:`pipeline_layers`, :meth:`loss`, :meth:`boundary` and ``configure_optimizers``. A batch of
-    the loader has all samples of a step on a data rank; it is cut into microbatches.
+    Override :meth:`pipeline_layers`, :meth:`loss` and ``configure_optimizers``. A batch of the loader has all
+    samples of a step on a data rank; it is cut into microbatches.
 
     Args:
         microbatches: of a step on a data rank, at most one for each sample.
@@ -75,8 +59,8 @@ class PipelineModule(EngineModule):
     # To be overridden
 
     def pipeline_layers(self) -> Sequence[nn.Module]:
-        """The layers, the same on all ranks, each of which takes what the one before returns: a tensor. Those
-        of other ranks' stages are used up. To divide them over tensor ranks too, call
+        """The layers, the same on all ranks, each of which takes what the one before returns: a tensor, or
+        several and None. Those of other ranks' stages are used up. To divide them over tensor ranks too, call
         :func:`hexad.parallelize` with ``self.trainer.strategy.mesh`` before."""
         raise NotImplementedError("override pipeline_layers")
 
@@ -89,8 +73,8 @@ class PipelineModule(EngineModule):
         return batch[0] if isinstance(batch, list | tuple) else batch
 
     def boundary(self, batch: Any) -> tuple[int, ...]:
-        """The shape of the tensor that a stage passes to the next, of a microbatch; needed with several
-        pipeline ranks."""
+        """The shape of the tensor that a stage passes to the next, of a microbatch; where this is not
+        overridden, a forward pass finds what is passed on."""
         raise NotImplementedError("override boundary")
 
     # Setting up
@@ -102,22 +86,19 @@ class PipelineModule(EngineModule):
 
     def make_engine(self, mesh: Mesh, training: bool, optimizer: Any) -> Engine:
         """An engine of this rank's stages, with the values that the layers have."""
-        if mesh.pipeline.size > 1 and not is_overridden("boundary", self, PipelineModule):
-            raise HexadError(
-                f"{type(self).__name__}.boundary: found none; return the shape of what layers pass on, for a "
-                "microbatch: def boundary(self, batch): return len(batch[0]), width"
-            )
-        layers, parallel = _Layers(self), self._parallel
-        settings = engine_settings(layers, parallel, 1800.0)
-        pipelined = pipeline(
+        layers, parallel = self.pipeline_layers(), self._parallel
+        named = is_overridden("boundary", self, PipelineModule)
+        pipelined = pipelined_layers(
             layers,
             mesh,
-            layers="layers",
-            loss=self._weighted,
-            boundary=lambda piece: self.boundary(piece.batch),
-            schedule=parallel.schedule,
-            virtual_stages=parallel.virtual_stages,
+            lambda stage, piece: stage(self.inputs(piece.batch)),
+            self._weighted,
+            (lambda piece: self.boundary(piece.batch)) if named else None,
+            parallel.schedule,
+            parallel.virtual_stages,
+            "cost",
         )
+        settings = engine_settings(nn.ModuleList(layers), parallel, 1800.0)
         return pipelined.engine(settings, optimizer, training, MANNERS)
 
     def _weighted(self, output: Any, piece: Piece) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -81,6 +82,21 @@ def test_a_result_of_another_form_is_refused() -> None:
     ):
         with pytest.raises(HexadError, match="a stage's result has another form"):
             form.message(other)
+
+
+@dataclass
+class Batch:
+    """A microbatch of a user's own class."""
+
+    tokens: Tensor
+    note: str = ""
+
+
+def test_shapes_in_any_container_make_another_signature() -> None:
+    two, three = torch.zeros(2, 3), torch.zeros(3, 3)
+    for wrap in (lambda x: x, lambda x: (x, 1), lambda x: {"x": [x]}, Batch, lambda x: [Batch(x)]):
+        assert signature(wrap(two)) == signature(wrap(two + 1)) != signature(wrap(three))
+        assert signature(wrap(two)) != signature(wrap(two.double()))
 
 
 # In a pipeline

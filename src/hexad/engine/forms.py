@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
@@ -121,8 +121,8 @@ class Form:
         """
         if Form.of(result, any(part.trained for part in self.tensors)) != self:
             raise HexadError(
-                "a stage's result has another form than that of the microbatch before with the same shapes; "
-                "what layers pass on may depend on nothing else"
+                "a stage's result has another form than that of a microbatch before with the same shapes; "
+                "what stages pass on may depend on nothing else, unless boundary= names it"
             )
         if self.plain:
             tensor: Tensor = result
@@ -160,10 +160,16 @@ class FormedBatch(NamedTuple):
 
 
 def signature(batch: Any) -> object:
-    """What a microbatch's shapes follow from: shapes and formats of its tensors, and the kinds of others."""
+    """What a microbatch's shapes follow from: shapes and formats of its tensors, also of those in
+    dataclasses, and the kinds of others."""
     values, structure = pytree.tree_flatten(batch)
-    kinds = [(tuple(v.shape), str(v.dtype)) if isinstance(v, Tensor) else type(v).__name__ for v in values]
-    return tuple(kinds), str(structure)
+    return tuple(_kind(value) for value in values), str(structure)
+
+
+def _kind(value: Any) -> object:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype)
+    return type(value).__name__, signature(vars(value)) if is_dataclass(value) else ()
 
 
 _PROBE = 1 << 20

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..megatron.tensor_parallel import MODEL_PARALLEL, _tracker
-from ..megatron.tensor_parallel import get_cuda_rng_tracker as get_cuda_rng_tracker
-from ..megatron.tensor_parallel import model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed
+from ..facade.random_states import MODEL_PARALLEL, seed_ranks, tracker
+from ..facade.random_states import get_cuda_rng_tracker as get_cuda_rng_tracker
 from .accelerator import get_accelerator
 from .config import checked, known, read_json
 from .keys import ActivationCheckpointing
 
 _settings: ActivationCheckpointing | None = None
+_mpu: Any = None
 
 
 def configure(
@@ -27,13 +27,14 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how :func:`checkpoint` keeps inputs: ``checkpoint_in_cpu`` in the host's memory. The other
-    arguments are accepted without effect.
+    """Set how :func:`checkpoint` keeps inputs: ``checkpoint_in_cpu`` in the host's memory. ``mpu_`` knows the
+    tensor ranks; the other arguments are accepted without effect.
 
     Raises:
         HexadError: the section ``activation_checkpointing`` of the configuration is wrong.
     """
-    global _settings
+    global _settings, _mpu
+    _mpu = mpu_
     tree = {} if deepspeed_config is None else read_json(deepspeed_config)
     keys = tree.get("activation_checkpointing") or {}
     if checkpoint_in_cpu is not None:
@@ -52,8 +53,15 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
     get_accelerator().set_rng_state(new_state)
 
 
-_CUDA_RNG_STATE_TRACKER = _tracker
+_CUDA_RNG_STATE_TRACKER = tracker
 _MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the generators: the default one and the data ranks' as ``seed``, the tensor ranks' apart."""
+    names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
+    ask = next((getattr(_mpu, name) for name in names if hasattr(_mpu, name)), None)
+    seed_ranks(seed, 0 if ask is None else ask())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:

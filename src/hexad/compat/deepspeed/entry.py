@@ -17,6 +17,7 @@ from hexad.model.transformer import Transformer
 from hexad.topology.mesh import Mesh
 
 from ..facade import world
+from ..facade.extensions import extension
 from .config import CheckedConfig, effective, read_config, tensor_degree
 from .engine import DeepSpeedEngine
 from .keys import Keys
@@ -134,12 +135,9 @@ def _kind(model: nn.Module, device: torch.device) -> tuple[type[DeepSpeedEngine]
     if isinstance(model, PipelineModule):
         return PipelineEngine, model.mesh
     if isinstance(model, Transformer):
-        from ..megatron.gpt import GPTModel
-        from ..megatron.parallel_state import get_mesh
-        from .megatron_engine import MegatronEngine
-
-        if isinstance(model, GPTModel):
-            return MegatronEngine, get_mesh()
+        kind: tuple[type[DeepSpeedEngine], Mesh] | None = extension("deepspeed, with GPTModel")(model)
+        if kind is not None:
+            return kind
     return DeepSpeedEngine, conversion.mesh_of(model) or world.mesh_of(device)
 
 

@@ -114,6 +114,11 @@ def use(mesh: Mesh) -> Mesh:
     return mesh
 
 
+def last_mesh() -> Mesh | None:
+    """The mesh that was used last; None before the first."""
+    return _world().current
+
+
 def current_mesh() -> Mesh:
     """The mesh that was used last; by default one of data ranks only."""
     return _world().current or mesh_of(join())

@@ -18,12 +18,12 @@ from hexad.model.configuration import load_config
 from hexad.planning import Resolved, resolve
 from hexad.topology.mesh import Mesh
 
+from ..facade.random_states import model_seed
 from . import parallel_state
 from .arguments import Line, derive, parse, shown
 from .earlier import SETTINGS
 from .flags import FLAGS, Flag
 from .initialize import divide_heads
-from .tensor_parallel import model_seed
 from .translate import translated
 
 _ATTRIBUTES = {

@@ -1,7 +1,6 @@
 """``megatron.core.tensor_parallel``: layers, mappings, random numbers, recomputation, data of ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +10,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hexad.comm import broadcast, gather_objects
 from hexad.config import HexadError
 
+from ..facade.random_states import (  # noqa: F401
+    DATA_PARALLEL,
+    MODEL_PARALLEL,
+    RngTracker,
+    get_cuda_rng_tracker,
+    seed_ranks,
+    tracker,
+)
 from . import parallel_state
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding  # noqa: F401
 from .mappings import (  # noqa: F401
@@ -24,96 +31,10 @@ from .mappings import (  # noqa: F401
     vocab_parallel_cross_entropy,
 )
 
-MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"
-"""Names of states, as Megatron-LM's."""
-
-
-class RngTracker:
-    """States of the generator by name: inside :meth:`fork` one of them is in force."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, Tensor] = {}
-
-    def is_initialized(self) -> bool:
-        """Whether there is any."""
-        return bool(self._states)
-
-    def reset(self) -> None:
-        """Forget all states."""
-        self._states = {}
-
-    def get_states(self) -> dict[str, Tensor]:
-        """The states."""
-        return dict(self._states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        """Replace the states."""
-        self._states = dict(states)
-
-    def add(self, name: str, seed: int) -> None:
-        """Add the state of a seed.
-
-        Raises:
-            HexadError: there is one of this name.
-        """
-        if name in self._states:
-            raise HexadError(f"rng tracker: found the state {name!r} already; use another name")
-        generator = _device()
-        before = generator.get_rng_state()
-        generator.manual_seed(seed)
-        self._states[name] = generator.get_rng_state()
-        generator.set_rng_state(before)
-
-    @contextmanager
-    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Use a state while inside, and keep how far it got.
-
-        Raises:
-            HexadError: there is none of this name.
-        """
-        if name not in self._states:
-            known = ", ".join(self._states) or "none: call model_parallel_cuda_manual_seed"
-            raise HexadError(f"rng tracker: found no state {name!r}; known: {known}")
-        generator = _device()
-        before = generator.get_rng_state()
-        generator.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = generator.get_rng_state()
-            generator.set_rng_state(before)
-
-
-def _device() -> Any:
-    """The module of the generator that ranks compute with."""
-    if parallel_state.is_initialized():
-        return torch.cuda if parallel_state.get_mesh().device.type == "cuda" else torch
-    return torch.cuda if torch.cuda.is_available() else torch
-
-
-_tracker = RngTracker()
-
-
-def get_cuda_rng_tracker(*_: Any, **__: Any) -> RngTracker:
-    """The states of the device's generator."""
-    return _tracker
-
-
-_seeds: list[int] = []
-
-
-def model_seed() -> int | None:
-    """The seed of the last :func:`model_parallel_cuda_manual_seed`; None before it."""
-    return _seeds[0] if _seeds else None
-
 
 def model_parallel_cuda_manual_seed(seed: int, *_: Any, **__: Any) -> None:
     """Seed the generators: the default one and the data ranks' as ``seed``, the tensor ranks' apart."""
-    _seeds[:] = [seed]
-    _tracker.reset()
-    _device().manual_seed(seed)
-    _tracker.add(DATA_PARALLEL, seed)
-    _tracker.add(MODEL_PARALLEL, seed + 2718 + parallel_state.get_tensor_model_parallel_rank())
+    seed_ranks(seed, parallel_state.get_tensor_model_parallel_rank())
 
 
 def checkpoint(
@@ -121,19 +42,19 @@ def checkpoint(
 ) -> Any:
     """``function(*args)``, recomputed in the backward pass with the same random numbers;
     ``distribute_saved_activations`` has no effect."""
-    states, first = _tracker.get_states(), True
+    states, first = tracker.get_states(), True
 
     def run(*inputs: Any) -> Any:
         nonlocal first
         if first:
             first = False
             return function(*inputs)
-        now = _tracker.get_states()
-        _tracker.set_states(states)
+        now = tracker.get_states()
+        tracker.set_states(states)
         try:
             return function(*inputs)
         finally:
-            _tracker.set_states(now)
+            tracker.set_states(now)
 
     return torch_checkpoint(run, *args, use_reentrant=False)
 

@@ -11,9 +11,9 @@ import yaml
 
 from hexad.config import ConfigError
 
+from ..facade.extensions import extension
 from .arguments import Line, batch_settings, derive, parse
 from .data import Files, data_settings
-from .deepspeed_file import merge_file
 from .flags import flag_of
 from .layout import layout_settings
 
@@ -395,7 +395,7 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
             "batches": max(arguments.eval_iters, 1),
         },
     }
-    notes += merge_file(tree, line, script)
+    notes += extension("flags, with --deepspeed_config")(tree, line, script)
     return LineTranslation(tree, tuple(notes), files)
 
 

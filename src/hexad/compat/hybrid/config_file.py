@@ -11,8 +11,8 @@ from hexad.config import ConfigError, HexadError
 from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, unknown_keys, without_effect
 from ..deepspeed.keys import Keys, Offload
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
-from .arguments import Line
-from .flags import FLAGS
+from ..megatron.arguments import Line
+from ..megatron.flags import FLAGS
 
 _EQUAL = {
     "batch.micro": "train_micro_batch_size_per_gpu",

@@ -9,13 +9,20 @@ from torch import Tensor
 
 from hexad.comm import broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
+from hexad.topology.mesh import Mesh
 
+from ..deepspeed.engine import MANNERS, DeepSpeedEngine
+from ..deepspeed.translate import engine_config
 from ..facade.optimizer import refused
 from ..megatron import parallel_state
 from ..megatron.gpt import GPTModel, GPTWorkload, check_tied, resolved_model
 from ..megatron.schedules import empty_hidden
-from .engine import MANNERS, DeepSpeedEngine
-from .translate import engine_config
+
+
+def engine_of(model: Any) -> tuple[type[DeepSpeedEngine], Mesh] | None:
+    """The class of a ``GPTModel``'s engine, and its mesh; None for another model."""
+    return (GPTModelEngine, parallel_state.get_mesh()) if isinstance(model, GPTModel) else None
+
 
 _RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
 """Message tags, beyond those of schedules."""
@@ -35,7 +42,7 @@ class _Exchange(torch.autograd.Function):
         return context.receive(), None, None
 
 
-class MegatronEngine(DeepSpeedEngine):
+class GPTModelEngine(DeepSpeedEngine):
     """Trains a ``GPTModel``, whose ranks are those of ``initialize_megatron``.
 
     With pipeline ranks, ``engine(...)`` passes one microbatch through all stages, and every rank receives

@@ -361,7 +361,7 @@ def test_files_of_an_earlier_build_are_no_inputs(tmp_path: Path) -> None:
     assert build([tmp_path], tmp_path / "d", "byte", workers=1) == first
     before = (tmp_path / "d.bin").read_bytes()
     with pytest.raises(
-        HexadError, match=r"--output: found '.*d', whose files would replace the input .*d\.bin"
+        HexadError, match=r"output: found '.*d', whose files would replace the input .*d\.bin"
     ):
         build([tmp_path / "d.bin"], tmp_path / "d", "byte", workers=1)
     assert (tmp_path / "d.bin").read_bytes() == before

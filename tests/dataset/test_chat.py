@@ -283,7 +283,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "null": ({"text": None}, "'text' is null, expected text"),
     "no key": ({"body": "x"}, "none of 'text', 'messages', .*; keys found: 'body'"),
     "two kinds": ({"text": "a", "messages": []}, "has 'messages' and 'text'; choose 'messages' or "
-                  "'text' with --json-key, or remove one"),
+                  "'text' with json_key, or remove one"),
     "no single key": ({"prompt": "a", "completion": "b", "instruction": "b", "output": "c"},
                       "has 'completion' and 'instruction'; remove one"),
     "no completion": ({"prompt": "a"}, "a 'prompt' without 'completion'"),
@@ -349,7 +349,7 @@ def test_templates_that_change_earlier_turns_are_refused(tmp_path: Path) -> None
 
 def test_data_without_a_trained_token_are_refused(tmp_path: Path) -> None:
     spec = chat_tokenizer(tmp_path / "tok", "hello")
-    with pytest.raises(HexadError, match=r"none of the tokens would be trained: .* --chat-template FILE"):
+    with pytest.raises(HexadError, match=r"none of the tokens would be trained: .* chat_template FILE"):
         built(tmp_path, [{"messages": [USER, ANSWER]}], spec)
 
 

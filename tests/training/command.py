@@ -140,10 +140,12 @@ def train_rank(arguments: list[str]) -> tuple[int, str]:
     """
     from hexad.cli.outcome import attempt
     from hexad.cli.train import train_here
+    from hexad.config import worded
 
     path, *overrides = arguments
     request = {"path": path, "overrides": overrides, "as_json": False}
-    return attempt(lambda: train_here(request))[:2]
+    status, message, _ = attempt(lambda: train_here(request))
+    return status, worded(message, lambda name: name)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
     if base is None:
         if load is not None:
             raise HexadError(
-                f"--base: checkpoint {checkpoint.path} has no adapters (model.lora); leave it out"
+                f"``base``: checkpoint {checkpoint.path} has no adapters (model.lora); leave it out"
             )
         yield own
         return
@@ -124,7 +124,7 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
             "loaded (model.load); there is no model to merge them with"
         )
     with ExitStack() as stack:
-        with blaming("model.load" if load is None else "--base"):
+        with blaming("model.load" if load is None else "base"):
             directory = hugging_face_directory(name)
             if directory is not None:
                 model, identity = stack.enter_context(opened_model(directory, config.model))

@@ -98,7 +98,7 @@ def upcycle(source: str, to: Path, overrides: Sequence[str], check: Callable[[Co
         check(config)
         model = config.model
         assert model.moe is not None
-        with appearing(to, "--to") as partial:
+        with appearing(to, "to") as partial:
             config, others = _with_tokenizer(config, dense, partial, to.resolve())
             index = _written(dense.weights, config, partial)
             weights = ModelInventory(model).weights()
@@ -135,7 +135,7 @@ def _config(source: str, dense: _Dense, overrides: Sequence[str]) -> Config:
     """
     given = dense.config
     if given.model.moe is not None:
-        raise HexadError(f"--from: {source} has experts; upcycle begins with a dense model")
+        raise HexadError(f"``from``: {source} has experts; upcycle begins with a dense model")
     dropped = ("preset", "load", "train", "lora", "moe")
     model = {
         name: value

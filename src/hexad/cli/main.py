@@ -11,7 +11,7 @@ from hexad import __version__
 from hexad.config import HexadError, did_you_mean
 from hexad.launching.environment import end_with, hold_back_notice
 
-from .options import fail_once, print_once
+from .options import fail_once, in_options, print_once
 
 # command -> (module, attribute, first line of help)
 _COMMANDS = {
@@ -87,7 +87,8 @@ def run(arguments: list[str]) -> int:
         result = hexad.main(arguments, prog_name="hexad", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except HexadError as error:
-        return fail_once(str(error), debug)
+        command = hexad.get_command(click.Context(hexad), arguments[0])
+        return fail_once(in_options(error.marked, command), debug)
     except click.exceptions.NoArgsIsHelpError as error:
         text = error.format_message()
         return print_once(text, lambda: click.echo(text, err=True))

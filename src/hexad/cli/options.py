@@ -138,7 +138,21 @@ def start_local(
     from hexad.launching.local import run_local
 
     outcome = run_local([command, json.dumps(request)], ranks, restarts, run_dir)
-    return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status
+    message = in_options(outcome.message or "", click.get_current_context().command)
+    return fail(message, status=outcome.status) if message else outcome.status
+
+
+def in_options(message: str, command: click.Command | None) -> str:
+    """A message with options in the place of the names of a command's arguments, or of those of a group's
+    commands, see :class:`~hexad.config.HexadError`."""
+    from hexad.config import worded  # which takes a while
+
+    commands, options = [] if command is None else [command], dict[str, str]()
+    for command in commands:  # those of a group are added
+        commands += command.commands.values() if isinstance(command, click.Group) else ()
+        names = (option for param in command.params for option in param.opts if option.startswith("--"))
+        options |= {option.removeprefix("--").replace("-", "_"): option for option in names}
+    return worded(message, lambda name: options.get(name, name))
 
 
 _RECENT = 60.0

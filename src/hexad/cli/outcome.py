@@ -5,22 +5,22 @@ import sys
 import traceback
 from collections.abc import Callable
 
+import click
 import torch.distributed as dist
 
 from hexad.comm import CommError
 from hexad.config import USER_ERROR, AgreedError, ConfigError, HexadError
 
-from .options import fail, fail_once
+from .options import fail, fail_once, in_options
 
 
 def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
-    """Do this rank's work; returns (exit status, message, whether all ranks have the same message)."""
+    """Do this rank's work; returns (exit status, message with marked names, whether all ranks have the same
+    message)."""
     try:
         action()
-    except (AgreedError, ConfigError) as error:
-        return USER_ERROR, str(error), True
     except HexadError as error:
-        return USER_ERROR, str(error), False
+        return USER_ERROR, error.marked, isinstance(error, AgreedError | ConfigError)
     except CommError as error:  # a peer is lost; its own message has the reason
         return 1, f"CommError: {error}", False
     except KeyboardInterrupt:  # a second one: the first stops gracefully
@@ -35,6 +35,8 @@ def work(action: Callable[[], None]) -> int:
     """Do this rank's work without a parent that collects messages; one rank of a host prints a common one."""
     status, message, same = attempt(action)
     if status:
+        context = click.get_current_context(silent=True)
+        message = in_options(message, None if context is None else context.command)
         (fail_once if same else fail)(message, status=status)
     if status == 1 and dist.is_initialized():
         # Threads may be waiting for lost peers, and would keep the process alive until run.timeout.

@@ -78,7 +78,7 @@ def train_command(
             if done == total:
                 bar.update(task, description=f"learning {vocab:,} tokens")
 
-        with appearing(Path(output), "--output") as directory:
+        with appearing(Path(output), "output") as directory:
             texts = training_texts(
                 inputs, json_key=json_key, include=include, exclude=exclude, progress=report
             )

@@ -101,7 +101,7 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
         outcome = wait_for(axis, lambda: _spread(tree, own))
     result, raised = outcome
     if isinstance(raised, HexadError) and not isinstance(raised, AgreedError):
-        raise AgreedError(str(raised), type(raised))
+        raise AgreedError(raised.marked, type(raised))
     if raised is not None:
         raise raised
     return result  # type: ignore[return-value]
@@ -154,7 +154,7 @@ def agreed(action: Callable[[], T], axis: Axis) -> T:
     try:
         result = action()
     except HexadError as caught:
-        error = axis.rank, type(caught), str(caught)
+        error = axis.rank, type(caught), caught.marked
     first, all_failed = merged((error, error is not None), axis, lambda a, b: (a[0] or b[0], a[1] and b[1]))
     if first is not None:
         rank, kind, text = first

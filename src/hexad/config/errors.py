@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from difflib import get_close_matches
 from itertools import islice
+from typing import Self
 
-_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])")
+_NAME = re.compile(r"``([A-Za-z_][\w.]*)``|(?<![\w-])(--[a-z][\w-]*)")
+_LONGEST_NAME = 100
 _LONGEST, _HEAD, _TAIL = 2000, 700, 250
 USER_ERROR = 2
 """Exit status of a command that met a mistake the user can fix."""
@@ -16,10 +19,32 @@ USER_ERROR = 2
 
 class HexadError(Exception):
     """A mistake the user can fix: shown as one line, without a traceback, with exit status 2. Where
-    a long value is quoted, the middle of the message is left out."""
+    a long value is quoted, the middle of the message is left out.
+
+    Args:
+        message: for the user. Names of settings and arguments that interfaces may call differently stand
+            between double backticks, as Python calls them, or are flags of a launch line (``--num-layers``).
+            ``str()`` leaves out the backticks, :attr:`marked` has them, :meth:`worded` puts words of an
+            interface in the place of names.
+    """
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message if len(message) <= _LONGEST else f"{message[:_HEAD]} ... {message[-_TAIL:]}")
+
+    def __str__(self) -> str:
+        return worded(self.args[0], lambda name: name)
+
+    @property
+    def marked(self) -> str:
+        """The message with double backticks around names, for a message that quotes it."""
+        text: str = self.args[0]
+        return text
+
+    def worded(self, word: Callable[[str], str]) -> Self:
+        """The same error in the words of an interface; ``word`` gives that of a name, or the name itself."""
+        error = copy(self)
+        error.args = (worded(self.args[0], word), *self.args[1:])
+        return error
 
 
 class AgreedError(HexadError):
@@ -44,9 +69,17 @@ class ConfigError(HexadError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
+        marked = f"``{field}``" if len(field) <= _LONGEST_NAME else field
+        super().__init__(f"{marked if _NAME.fullmatch(marked) else field}: {problem}")
         self.field = field
         self.problem = problem
+
+    def worded(self, word: Callable[[str], str]) -> ConfigError:
+        """The same error in the words of an interface, its field too."""
+        error = copy(self)
+        error.field, error.problem = word(self.field), worded(self.problem, word)
+        error.args = (worded(self.args[0], word),)
+        return error
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
         # An exception is unpickled from its args, here the one message: it must cross process borders.
@@ -65,7 +98,7 @@ def blaming(field: str) -> Iterator[None]:
     except ConfigError:
         raise
     except HexadError as error:
-        raise ConfigError(field, str(error)) from None
+        raise ConfigError(field, error.marked) from None
 
 
 def one_line(error: Exception) -> str:
@@ -79,31 +112,18 @@ def shortened(text: str, most: int = 400) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-def in_python(error: HexadError) -> HexadError:
-    """An error about an option of a command, as one about an argument: ``--top-k: ...`` as ``top_k: ...``."""
-    if not str(error).startswith("--"):
-        return error
-    text = _OPTION.sub(lambda option: option[1].replace("-", "_"), str(error))
-    if isinstance(error, ConfigError):
-        field, _, problem = text.partition(": ")
-        return ConfigError(field, problem)
-    return AgreedError(text, error.kind) if isinstance(error, AgreedError) else HexadError(text)
+def worded(text: str, word: Callable[[str], str]) -> str:
+    """A message with the words of an interface in the place of names, see :class:`HexadError`."""
+    return _NAME.sub(lambda name: word(name[1] or name[2]), text)
 
 
 @contextmanager
-def pythonic() -> Iterator[None]:
-    """Name arguments, not options of a command, in errors of functions that users call.
-
-    Raises:
-        HexadError: as :func:`in_python` rephrases it.
-    """
+def wording(word: Callable[[str], str]) -> Iterator[None]:
+    """Raise the errors of what is inside in the words of an interface, see :meth:`HexadError.worded`."""
     try:
         yield
     except HexadError as error:
-        rephrased = in_python(error)
-        if rephrased is error:
-            raise
-        raise rephrased from None
+        raise error.worded(word).with_traceback(error.__traceback__) from error.__cause__
 
 
 def alternatives(values: Sequence[object]) -> str:

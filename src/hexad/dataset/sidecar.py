@@ -165,7 +165,7 @@ def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
         if templates is not None and built.chat_templates != templates:
             raise HexadError(
                 f"found {first} and {prefix}, whose conversations have different chat templates; build one "
-                "of them again with that of the other (--chat-template FILE)"
+                "of them again with that of the other (``chat_template`` FILE)"
             )
         first, templates = prefix, built.chat_templates
     return templates

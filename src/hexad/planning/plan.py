@@ -54,7 +54,7 @@ def read_cluster(text: str) -> PlannedCluster:
     word, _, number = text.rpartition(":")
     if not (word and number.isascii() and number.isdigit() and int(number)):
         raise HexadError(
-            f"--cluster: found '{text}', expected a GPU and how many there are, such as h100:1024"
+            f"``cluster``: found '{text}', expected a GPU and how many there are, such as h100:1024"
         )
     path = word.endswith((".yaml", ".yml"))
     name = word if path else "-".join(word.lower().replace("_", " ").replace("-", " ").split())
@@ -62,7 +62,7 @@ def read_cluster(text: str) -> PlannedCluster:
     if known is None:
         names = hardware_names()
         hint = did_you_mean(name, names) or f"; known: {', '.join(names)}, or the path of a hardware file"
-        raise HexadError(f"--cluster: found '{word}', which is no known GPU{hint}")
+        raise HexadError(f"``cluster``: found '{word}', which is no known GPU{hint}")
     kind = (
         name
         if path

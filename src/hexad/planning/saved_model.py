@@ -171,7 +171,7 @@ def model_in_training(
     return SavedModel(config.model.load or "", made, int(config.model.max_positions))
 
 
-def _with_ranks(config: Config, tensor_given: bool, ranks: int, field: str = "--nproc") -> Config:
+def _with_ranks(config: Config, tensor_given: bool, ranks: int, field: str = "nproc") -> Config:
     """The configuration with degrees that use all ranks, and a length that context ranks divide; ``field`` is
     named where they do not."""
     parallel, data = config.parallel, config.data
@@ -233,9 +233,9 @@ def evaluated_model(
     config, tokenizer = model.config, model.tokenizer()
     resolve(config, planned_layout(config, ranks), tokenizer.vocab_size)
     if not config.data.validation_sets:
-        raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
+        raise ConfigError("data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
     for names in config.data.validation_sets.values():
-        with blaming("--data"):
+        with blaming("data"):
             check_targets([open_built(prefix, None, None, None) for prefix in prefixes(names)])
     return model, tokenizer
 

@@ -125,7 +125,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
             )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise HexadError(f"--output: '{path}' cannot be written: {error.strerror}") from None
+        raise HexadError(f"``output``: '{path}' cannot be written: {error.strerror}") from None
 
 
 @styled

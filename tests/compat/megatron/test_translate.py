@@ -13,7 +13,7 @@ import yaml
 
 from hexad.compat.megatron.arguments import derive, parse
 from hexad.compat.megatron.flags import FLAGS, GROUPS
-from hexad.compat.megatron.translate import LineTranslation, translate
+from hexad.compat.megatron.translate import Translation, translate
 from hexad.config import ConfigError, setting_names
 from hexad.config.model import RopeScaling
 from hexad.model.configuration import build_config
@@ -46,7 +46,7 @@ def without(line: list[str], *flags: str) -> list[str]:
     return kept
 
 
-def resolved(translation: LineTranslation, vocab: int = 50257) -> Resolved:
+def resolved(translation: Translation, vocab: int = 50257) -> Resolved:
     """The resolved configuration of a translation, wherever data and tokenizer are."""
     config = build_config(translation.tree)
     return resolve(config, planned_layout(config), None if config.model.vocab != "auto" else vocab)

@@ -154,7 +154,7 @@ def export_model(
     narrowed = {kind for kind in stored if wanted and torch.promote_types(kind, wanted) != wanted}
     if narrowed:
         notes.append(f"weights are rounded from {', '.join(sorted(map(dtype_name, narrowed)))} to {word}")
-    with appearing(to, "--to") as partial:
+    with appearing(to, "to") as partial:
         shards = _shards(targets, shard_bytes)
         for file, members in shards.items():
             described = [(target.name, target.dtype, target.shape) for target in members]
@@ -238,7 +238,7 @@ def _converted(values: Tensor, target: _Target) -> Tensor:
     converted = values.to(target.dtype)
     if converted.dtype != values.dtype and not torch.equal(converted.isinf(), values.isinf()):
         raise HexadError(
-            f"--dtype: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
+            f"``dtype``: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
             f"beyond the range of {dtype_name(target.dtype)}; use bf16 or fp32"
         )
     return converted
@@ -301,13 +301,13 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
     lora, inventory = config.model.lora, ModelInventory(config.model)
     if lora is None:
         raise HexadError(
-            f"--adapter: checkpoint {checkpoint.path} has no adapters (model.lora); leave it out"
+            f"``adapter``: checkpoint {checkpoint.path} has no adapters (model.lora); leave it out"
         )
     others = [name for name, weight in inventory.weights().items() if not weight.frozen]
     if others:
         raise HexadError(
-            f"--adapter: checkpoint {checkpoint.path} has trained {others[0]} besides its adapters "
-            "(model.train), which PEFT's format does not hold; export the merged model: leave --adapter out"
+            f"``adapter``: checkpoint {checkpoint.path} has trained {others[0]} besides its adapters "
+            "(model.train), which PEFT's format does not hold; export the merged model: leave ``adapter`` out"
         )
     kind = architecture(config.model)
     modules = _modules(inventory, kind)
@@ -327,7 +327,7 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
     }
     base, parameters = Base.of(checkpoint.manifest), [kind.spellings(name)[-1] for name in stacks]
     document = _config(config, kind, ranks, parameters, base)
-    with appearing(to, "--to") as partial:
+    with appearing(to, "to") as partial:
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         _write(partial / WEIGHTS_FILE, described, tensors.values())
         write_json(partial / ADAPTER_CONFIG_FILE, document)

@@ -42,7 +42,7 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
     """
     path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
-    name = f"{option}: {path}"
+    name = f"``{option}``: {path}"
     with reporting(name, "written"):
         if path.parent.is_file():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -50,7 +50,7 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
     with exclusive(path, name), reporting(name, "written"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HexadError(
-                f"{option}: {path} exists and is not empty; remove it, or name another directory"
+                f"``{option}``: {path} exists and is not empty; remove it, or name another directory"
             )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -54,7 +54,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
     check_links(source)
     path, raw = source / CONFIG_FILE, read_config(source)
     settings = model_settings(raw, path)
-    with appearing(to, "--to") as partial:
+    with appearing(to, "to") as partial:
         plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
@@ -76,7 +76,7 @@ def check_target(to: Path) -> None:
         HexadError: ``to`` has one.
     """
     if STEP_NAME.fullmatch(to.name):
-        raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
+        raise HexadError(f"``to``: found {to.name}, the name of a run's checkpoint; choose another")
 
 
 def precision_of(model: HuggingFaceModel) -> torch.dtype:

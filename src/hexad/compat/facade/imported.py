@@ -105,7 +105,7 @@ def write_import(
         HexadError: a tensor cannot be read, or ``to`` is not empty or cannot be written.
     """
     expected = {tensor.name: tensor.shape for tensor in tensors}
-    with appearing(to, "--to") as directory:
+    with appearing(to, "to") as directory:
         others: dict[str, FileRecord] = {}
         if config is not None and folder is not None:
             config, others = with_tokenizer(config, folder, directory, to.resolve())

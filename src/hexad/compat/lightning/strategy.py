@@ -61,7 +61,7 @@ def _settings(named: Mapping[str, Any]) -> ParallelSettings:
     try:
         settings = load_config({"parallel": dict(named)}).parallel
     except ConfigError as error:
-        raise HexadError(f"HexadStrategy: {_in_words(str(error))}") from None
+        raise HexadError(f"HexadStrategy: {error.worded(_word)}") from None
     if settings.expert > 1:
         raise HexadError(
             f"HexadStrategy: found {WORDS['expert']}={settings.expert}; expert parallelism is not supported "
@@ -70,11 +70,9 @@ def _settings(named: Mapping[str, Any]) -> ParallelSettings:
     return settings
 
 
-def _in_words(text: str) -> str:
-    """A message about settings, with the arguments' names."""
-    for name, word in WORDS.items():
-        text = text.replace(f"parallel.{name}:", f"{word}:")
-    return text
+def _word(name: str) -> str:
+    """The strategy's argument that determines a setting."""
+    return WORDS.get(name.removeprefix("parallel."), name)
 
 
 def _check_trainer(trainer: Trainer, plugin: Precision, module: EngineModule) -> None:

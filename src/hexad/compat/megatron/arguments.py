@@ -118,6 +118,11 @@ def parse(
     return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
 
 
+def defaults() -> Arguments:
+    """The attributes of all flags, with Megatron-LM's defaults."""
+    return Arguments(**vars(parse([]).arguments))
+
+
 @cache
 def _declared() -> tuple[argparse.ArgumentParser, list[Flag]]:
     """The parser of all flags: declaring a thousand takes as long as reading many lines."""
@@ -303,12 +308,21 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
             raise ConfigError(name, "is missing; give it")
         if value is not None and value < 1 and FLAGS[name].kind is int:
             raise ConfigError(name, f"found {value}, expected at least 1")
-    as_megatron(arguments)
-    _layout(arguments, world)
-    _model(arguments)
+    derive_model(arguments, world)
     _exclude(arguments, "--fp16", "--bf16")
     _tokens(arguments)
     _iterations(arguments)
+
+
+def derive_model(arguments: Namespace, world: int | None = None) -> None:
+    """The part of :func:`derive` that concerns the model and the layout.
+
+    Raises:
+        ConfigError: as there.
+    """
+    as_megatron(arguments)
+    _layout(arguments, world)
+    _model(arguments)
 
 
 def _layout(arguments: Namespace, world: int | None) -> None:

@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from hexad.comm import from_first
-from hexad.config import ConfigError, HexadError, did_you_mean
+from hexad.config import ConfigError, HexadError, did_you_mean, wording
 from hexad.model.configuration import load_config
 from hexad.planning import Resolved, resolve
 from hexad.topology.mesh import Mesh
 
 from ..facade.random_states import model_seed
 from . import parallel_state
-from .arguments import Line, derive, parse, shown
+from .arguments import Line, defaults, derive, shown
 from .earlier import SETTINGS
 from .flags import FLAGS, Flag
 from .initialize import divide_heads
@@ -93,7 +92,7 @@ def resolved_core_model(config: Any, spec: Any, arguments: Mapping[str, Any]) ->
             "GPTModel: found config None and no flags; pass a TransformerConfig, or call initialize_megatron"
         )
     mesh = parallel_state.get_mesh()
-    with _naming_settings():
+    with wording(_word):
         namespace = _namespace(config, spec, arguments, mesh)
         line = Line(namespace, (), frozenset(), ())
         tree = translated(line, script=True).tree
@@ -106,7 +105,7 @@ def resolved_core_model(config: Any, spec: Any, arguments: Mapping[str, Any]) ->
 
 def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Namespace:
     """The attributes of the flags that describe the same model, complete."""
-    namespace = parse([]).arguments
+    namespace = defaults()
     known = {flag.attribute: flag for flag in FLAGS.values()}
     _check_names(config)
     for name, default in SETTINGS.items():
@@ -257,19 +256,15 @@ def _vocab(size: Any, mesh: Mesh) -> int:
     return size
 
 
-@contextmanager
-def _naming_settings() -> Iterator[None]:
-    """Name settings of a ``TransformerConfig`` in errors that name flags or settings of Hexad."""
-    try:
-        yield
-    except ConfigError as error:
-        if error.field == _SCALE:
-            raise ConfigError("TransformerConfig.softmax_scale", error.problem) from None
-        names = {attribute: name for name, attribute in _ATTRIBUTES.items()}
-        flags = [flag for flag in FLAGS.values() if flag.target == error.field]
-        flags = [FLAGS[error.field]] if error.field in FLAGS else flags
-        attributes = [names.get(flag.attribute, flag.attribute) for flag in flags]
-        if not attributes:
-            raise
-        settings = [f"TransformerConfig.{name}" for name in attributes if name in SETTINGS]
-        raise ConfigError((settings or [f"GPTModel.{attributes[0]}"])[0], error.problem) from None
+def _word(name: str) -> str:
+    """The setting of a ``TransformerConfig``, or the argument of ``GPTModel``, that determines a flag or a
+    setting of Hexad."""
+    if name == _SCALE:
+        return "TransformerConfig.softmax_scale"
+    flags = [FLAGS[name]] if name in FLAGS else [flag for flag in FLAGS.values() if flag.target == name]
+    names = {attribute: setting for setting, attribute in _ATTRIBUTES.items()}
+    attributes = [names.get(flag.attribute, flag.attribute) for flag in flags]
+    if not attributes:
+        return name
+    settings = [f"TransformerConfig.{attribute}" for attribute in attributes if attribute in SETTINGS]
+    return (settings or [f"GPTModel.{attributes[0]}"])[0]

@@ -27,7 +27,7 @@ from . import ignored_flags, parallel_state
 from .arguments import ExtraArguments, Line, derive, naming_flags, parse, values_of_flags
 from .earlier import add_earlier
 from .installed import check_arguments
-from .translate import LineTranslation, translated
+from .translate import Translation, translated
 
 
 class MegatronTokenizer:
@@ -140,7 +140,7 @@ def _NullTokenizer(vocab_size: int) -> MegatronTokenizer:  # Megatron-LM's name
     return null_tokenizer(int(vocab_size) + 1)
 
 
-def _tokenizer_of(translation: LineTranslation, arguments: Namespace) -> MegatronTokenizer | None:
+def _tokenizer_of(translation: Translation, arguments: Namespace) -> MegatronTokenizer | None:
     """The tokenizer that the flags name; sets ``padded_vocab_size``. None where they name none.
 
     Raises:
@@ -165,7 +165,7 @@ class _Started:
     """The state between ``initialize_megatron`` and ``destroy_megatron``."""
 
     arguments: Namespace
-    translation: LineTranslation
+    translation: Translation
     tokenizer: MegatronTokenizer | None
     settings: tuple[str, ...]
 
@@ -287,7 +287,7 @@ def initialize_megatron(
     settings = tuple(settings)
     here = _here()
 
-    def read() -> tuple[Line, LineTranslation, dict[str, Any]]:
+    def read() -> tuple[Line, Translation, dict[str, Any]]:
         if parsed_args is None:
             flags = (*ignored_flags(), *ignore)
             line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args, ignore=flags)

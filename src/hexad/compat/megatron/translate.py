@@ -298,8 +298,8 @@ def _refuse_foreign(flag: str, directory: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class LineTranslation:
-    """A launch line as Hexad's settings.
+class Translation:
+    """A launch line, or a recipe of NeMo, as Hexad's settings.
 
     Attributes:
         tree: the settings that it determines, by group, as a ``run.yaml`` has them.
@@ -344,7 +344,7 @@ def translate(
     world: int | None = None,
     others: Sequence[str] = (),
     ignore: Iterable[str] = (),
-) -> LineTranslation:
+) -> Translation:
     """Translate a launch line.
 
     Args:
@@ -361,7 +361,7 @@ def translate(
     return translated(line)
 
 
-def translated(line: Line, script: bool = False) -> LineTranslation:
+def translated(line: Line, script: bool = False) -> Translation:
     """Translate a completed namespace; that of a script may name no data.
 
     Raises:
@@ -396,7 +396,7 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
         },
     }
     notes += extension("flags, with --deepspeed_config")(tree, line, script)
-    return LineTranslation(tree, tuple(notes), files)
+    return Translation(tree, tuple(notes), files)
 
 
 def last_iteration(arguments: Namespace) -> int:

@@ -19,7 +19,7 @@ from ..lightning.module import HexadModule
 from ..megatron.settings import OptimizerConfig
 from . import configs
 from .configs import *  # noqa: F403  # NeMo's modules of models have the configurations too
-from .configs import GPTConfig, LlamaConfig, MistralConfig7B, Phi3Config, Qwen2Config, Qwen3Config
+from .configs import SIZES, GPTConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 from .optim import MegatronOptimizerModule, OptimizerModule
 from .tokenizers import TokenizerSpec
 
@@ -196,7 +196,7 @@ class MistralModel(GPTModel):
     family = "mistral"
 
     def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
-        super().__init__(MistralConfig7B() if config is None else config, *given, **others)
+        super().__init__(SIZES["MistralConfig7B"]() if config is None else config, *given, **others)
 
 
 class Phi3Model(GPTModel):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from argparse import Namespace
 from collections.abc import Mapping
 from functools import partial
@@ -12,11 +11,13 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import HexadError, wording
 from hexad.model.configuration import load_config
 
-from ..megatron.arguments import derive, parse
-from ..megatron.translate import LineTranslation, translated
+from ..megatron.arguments import defaults, derive_model
+from ..megatron.data import Files, data_settings
+from ..megatron.layout import layout_settings
+from ..megatron.translate import Translation, model_settings
 from .configs import Llama31Config
 from .data import TextDataModule
 from .gpt_config import GPTConfig, further_settings
@@ -73,10 +74,7 @@ def configure(trainer: Trainer, model: LightningModule, data: LightningDataModul
     trainer.strategy.shard_as(model)
     directory = str(trainer.default_root_dir)
     translation, tree = recipe_settings(trainer, model, data, directory)
-    try:
-        model.config = load_config(tree)
-    except ConfigError as error:
-        raise HexadError(_in_words(str(error))) from None
+    model.config = load_config(tree)
     tokenizer = tree["data"]["tokenizer"]
     model.files = [translation.write_files, *data.files(directory, tokenizer)]
     if not trainer.global_rank:
@@ -84,7 +82,7 @@ def configure(trainer: Trainer, model: LightningModule, data: LightningDataModul
     return True
 
 
-def _write_settings(directory: Path, translation: LineTranslation) -> None:
+def _write_settings(directory: Path, translation: Translation) -> None:
     """Write the ``run.yaml`` that says what a recipe says."""
     directory.mkdir(parents=True, exist_ok=True)
     text = translation.yaml("a recipe by hexad.compat.nemo")
@@ -93,8 +91,9 @@ def _write_settings(directory: Path, translation: LineTranslation) -> None:
 
 def recipe_settings(
     trainer: Trainer, model: GPTModel, data: TextDataModule, directory: str
-) -> tuple[LineTranslation, dict[str, Any]]:
-    """A recipe as the groups of a ``run.yaml``, by way of the launch line of Megatron-LM that says the same.
+) -> tuple[Translation, dict[str, Any]]:
+    """A recipe as the groups of a ``run.yaml``. Model and layout are said in Megatron-Core's words, whose
+    translation is that of Megatron-LM's interface; all else is NeMo's own.
 
     Args:
         directory: of the run.
@@ -103,8 +102,7 @@ def recipe_settings(
         HexadError: values that are not supported.
     """
     strategy: Any = trainer.strategy
-    line = parse([])
-    arguments, steps = line.arguments, trainer.max_steps
+    arguments, steps = defaults(), trainer.max_steps
     if steps < 1:
         raise HexadError(f"Trainer: found max_steps={steps}; name the steps of the run")
     if trainer.accumulate_grad_batches != 1:
@@ -112,44 +110,61 @@ def recipe_settings(
             f"Trainer: found accumulate_grad_batches={trainer.accumulate_grad_batches}; set the data "
             "module's micro_batch_size and global_batch_size"
         )
-    _model(arguments, model.architecture)
-    _data(arguments, model, data)
-    degrees = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
-    degrees |= {"context": "context_parallel_size", "sequence": "sequence_parallel"}
-    named = strategy.named
-    vars(arguments).update({name: named[axis] for axis, name in degrees.items()})
-    vars(arguments).update({name: value for name, value in strategy.flags.items() if value})
-    arguments.num_virtual_stages_per_pipeline_rank = (
-        named["virtual_stages"] if named["virtual_stages"] > 1 else None
-    )
-    seed = int(os.environ.get("PL_GLOBAL_SEED", data.flags.get("seed", 1234)))
-    vars(arguments).update(save=directory, train_iters=steps, lr=1.0, seed=seed)
-    try:
-        derive(arguments, trainer.world_size)
-        translation = translated(line, script=not _named(arguments))
-    except ConfigError as error:
-        raise HexadError(_in_words(str(error))) from None
-    tree = translation.tree
-    tree["parallel"] |= named
-    tree["batch"] = data.data_sampler.settings
-    tree["precision"] = _precision(trainer)
-    tree["data"] |= data.settings(directory, tree["data"]["tokenizer"])
-    tree["checkpoint"] = {"asynchronous": False}
-    tree["log"] = {"every": max(1, int(trainer.log_every_n_steps))}  # type: ignore[attr-defined]
-    tree["validate"] = _validation(trainer)
     if not isinstance(model.optim, MegatronOptimizerModule):
         raise HexadError(
             f"optim: found {type(model.optim).__name__}, expected a MegatronOptimizerModule; for another, "
             "override configure_optimizers of the model"
         )
-    for group, settings in model.optim.settings(steps).items():
-        tree[group] = {**tree.get(group, {}), **settings}
+    _model(arguments, model.architecture)
+    _data(arguments, model, data)
+    _layout(arguments, strategy)
+    notes, files = list[str](), Files()
+    with wording(_word):
+        derive_model(arguments, trainer.world_size)
+        groups, vocab = data_settings(arguments, directory, notes, files, need_data=_named(arguments))
+        settings = model_settings(arguments) | ({} if vocab is None else {"vocab": vocab})
+        layout = layout_settings(arguments)
+    tree = {
+        "run": {
+            "dir": directory,
+            "seed": _seed(data),
+            "steps": steps,
+            "timeout": 60.0 * arguments.distributed_timeout_minutes,
+        },
+        "model": settings,
+        "data": groups | data.settings(directory, groups["tokenizer"]),
+        "batch": data.data_sampler.settings,
+        **layout,
+        "precision": _precision(trainer),
+        "checkpoint": {"asynchronous": False},
+        "log": {"every": max(1, int(trainer.log_every_n_steps))},  # type: ignore[attr-defined]
+        "validate": _validation(trainer),
+    }
+    tree["parallel"] |= strategy.named
+    for group, update in model.optim.settings(steps).items():
+        tree[group] = {**tree.get(group, {}), **update}
     _weights(tree, model)
-    return translation, tree
+    return Translation(tree, tuple(notes), files), tree
+
+
+def _seed(data: TextDataModule) -> int:
+    """The seed of ``seed_everything``, else of the data module."""
+    return int(os.environ.get("PL_GLOBAL_SEED", data.flags.get("seed", 1234)))
+
+
+def _layout(arguments: Namespace, strategy: Any) -> None:
+    """Set the attributes of degrees and stages."""
+    named = strategy.named
+    degrees = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+    degrees |= {"context": "context_parallel_size", "sequence": "sequence_parallel"}
+    vars(arguments).update({name: named[axis] for axis, name in degrees.items()})
+    vars(arguments).update({name: value for name, value in strategy.flags.items() if value})
+    stages = named["virtual_stages"]
+    arguments.num_virtual_stages_per_pipeline_rank = stages if stages > 1 else None
 
 
 def _model(arguments: Namespace, config: GPTConfig) -> None:
-    """Set the flags of the architecture.
+    """Set the attributes of the architecture.
 
     Raises:
         HexadError: one that no family has.
@@ -174,7 +189,7 @@ def _model(arguments: Namespace, config: GPTConfig) -> None:
 
 
 def _data(arguments: Namespace, model: GPTModel, data: TextDataModule) -> None:
-    """Set the flags of data and tokenizer.
+    """Set the attributes of data and tokenizer.
 
     Raises:
         HexadError: lengths that differ, or no tokenizer.
@@ -257,11 +272,9 @@ def _beside_weights(config: GPTConfig, settings: Mapping[str, Any]) -> dict[str,
     }
 
 
-def _in_words(text: str) -> str:
-    """A message about flags in NeMo's words."""
-    for flag, word in _WORDS.items():
-        text = text.replace(flag, word)
-    return re.sub(r"--([a-z][a-z0-9-]+)", lambda found: found[1].replace("-", "_"), text)
+def _word(name: str) -> str:
+    """NeMo's word for a flag of Megatron-LM."""
+    return _WORDS.get(name, name.removeprefix("--").replace("-", "_") if name.startswith("--") else name)
 
 
 def weights_of(path: str) -> str:

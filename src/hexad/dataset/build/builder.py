@@ -154,7 +154,7 @@ def build(
     found = find_files(inputs, include, exclude)
     files = _not_written(found.files, prefix)
     pieces = cut(files)
-    check_used({"--json-key": json_key, "--chat-template": chat_template}, pieces)
+    check_used({"json_key": json_key, "chat_template": chat_template}, pieces)
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
     writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
@@ -181,10 +181,10 @@ def build(
 def _check_prefix(prefix: str | Path) -> None:
     """Refuse a directory, and the name of one of the files that are written."""
     if os.path.basename(prefix) in ("", ".", ".."):
-        raise HexadError(f"--output: found '{prefix}', expected a prefix such as data/train")
+        raise HexadError(f"``output``: found '{prefix}', expected a prefix such as data/train")
     name, ending = os.path.splitext(prefix)
     if ending in (".bin", ".idx"):
-        raise HexadError(f"--output: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
+        raise HexadError(f"``output``: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
 
 
 def _not_written(files: Sequence[Found], prefix: str | Path) -> list[Found]:
@@ -196,7 +196,7 @@ def _not_written(files: Sequence[Found], prefix: str | Path) -> list[Found]:
     written = {os.path.realpath(path(prefix)) for path in (bin_path, idx_path, mask_path, sidecar_path)}
     for path, named in files:
         if named and os.path.realpath(path) in written:
-            raise HexadError(f"--output: found '{prefix}', whose files would replace the input {path}")
+            raise HexadError(f"``output``: found '{prefix}', whose files would replace the input {path}")
     return [file for file in files if os.path.realpath(file.path) not in written]
 
 
@@ -243,7 +243,7 @@ def _write(
         if writer.mask.used and not writer.mask.trained:
             raise HexadError(
                 "none of the tokens would be trained: completions are empty, or the chat template does not "
-                "render what the assistant says; give another one with --chat-template FILE"
+                "render what the assistant says; give another one with ``chat_template`` FILE"
             )
         writer.facts = _facts(encoder, reading, frame, framed)
     return writer, framed, skipped
@@ -262,7 +262,7 @@ def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -
     template = load_chat_template(name, chat_template)
     missing = (
         f"conversations need a chat template, and tokenizer {name} has none (chat_template.jinja, or "
-        "chat_template of tokenizer_config.json); give one with --chat-template FILE"
+        "chat_template of tokenizer_config.json); give one with ``chat_template`` FILE"
     )
     return Reading(key, template, missing)
 
@@ -384,7 +384,7 @@ def _run(
             window.extend(islice(futures, 1))
     except BrokenProcessPool:
         raise HexadError(
-            "a tokenizing process died (most often out of memory); use fewer --workers"
+            "a tokenizing process died (most often out of memory); use fewer ``workers``"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -74,7 +74,7 @@ def find_files(
                 found = found._replace(hidden=found.hidden + 1)
             elif entry.error is not None and not excluded:  # whatever is in it may be included
                 raise HexadError(
-                    f"{entry.path}: cannot be read: {one_line(entry.error)} (--exclude leaves it out)"
+                    f"{entry.path}: cannot be read: {one_line(entry.error)} (``exclude`` leaves it out)"
                 )
             elif excluded or (include and not _matches(inside, include)):
                 found = found._replace(left_out=found.left_out + 1)

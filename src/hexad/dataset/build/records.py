@@ -48,7 +48,7 @@ class Reading:
 
     key: str | None = None
     template: ChatTemplate | None = None
-    no_template: str = "conversations need a chat template (--chat-template FILE)"
+    no_template: str = "conversations need a chat template (``chat_template`` FILE)"
 
     @property
     def columns(self) -> list[str]:
@@ -78,7 +78,7 @@ class Reading:
             return Document("")  # a missing value of a table
         if self.key is not None:
             if self.key not in content:
-                raise HexadError(f"{place}: no key '{self.key}' (--json-key); {_keys(content)}")
+                raise HexadError(f"{place}: no key '{self.key}' (``json_key``); {_keys(content)}")
             value = content[self.key]
             if isinstance(value, list):
                 return self._conversation(self.key, content, place)
@@ -88,7 +88,7 @@ class Reading:
         if len(kinds) > 1:
             # Of the others --json-key would read a part only.
             single = [repr(kind) for kind in kinds if kind in ("messages", "conversations", "text")]
-            choose = f"choose {' or '.join(single)} with --json-key, or " if single else ""
+            choose = f"choose {' or '.join(single)} with ``json_key``, or " if single else ""
             raise HexadError(f"{place}: has {' and '.join(map(repr, kinds))}; {choose}remove one")
         for key in ("messages", "conversations"):
             if key in content:
@@ -103,7 +103,7 @@ class Reading:
             raise HexadError(f"{place}: a 'prompt' without 'completion'; {_keys(content)}")
         raise HexadError(
             f"{place}: none of 'text', 'messages', 'conversations', 'prompt' and 'completion', or "
-            f"'instruction' and 'output'; {_keys(content)}; choose one with --json-key"
+            f"'instruction' and 'output'; {_keys(content)}; choose one with ``json_key``"
         )
 
     def _conversation(self, key: str, content: dict[str, Any], place: Place) -> Document:

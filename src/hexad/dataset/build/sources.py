@@ -115,7 +115,7 @@ def cut(files: Iterable[Found]) -> list[Piece]:
 
 
 def check_used(options: Mapping[str, str | None], pieces: Iterable[Piece]) -> None:
-    """Refuse options of records where no file has any.
+    """Refuse arguments about records where no file has any.
 
     Raises:
         HexadError: naming the option.
@@ -124,7 +124,7 @@ def check_used(options: Mapping[str, str | None], pieces: Iterable[Piece]) -> No
         for option, value in options.items():
             if value is not None:
                 problem = "no input is .jsonl, .ndjson, .json or .parquet; leave it out"
-                raise HexadError(f"{option}: found '{value}', but {problem}")
+                raise HexadError(f"``{option}``: found '{value}', but {problem}")
 
 
 def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -297,7 +297,7 @@ def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Recor
     if not chosen:
         raise HexadError(
             f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns found: "
-            f"{', '.join(names)}; choose one with --json-key"
+            f"{', '.join(names)}; choose one with ``json_key``"
         )
     if columns is not None:
         chosen += [name for name in _BESIDE if name in names and name not in chosen]

@@ -146,7 +146,7 @@ class ChatTemplate:
                 raise HexadError(
                     f"messages[{number}]: the chat template of {self.name} does not render this answer as a "
                     "continuation of the messages before it, so that its tokens cannot be told apart; give a "
-                    "template that marks answers by {% generation %} blocks (--chat-template FILE)"
+                    "template that marks answers by {% generation %} blocks (``chat_template`` FILE)"
                 )
             spans.append((len(before), len(before) + self._length(until[len(before) :])))
         return text, tuple(spans)
@@ -164,7 +164,7 @@ class ChatTemplate:
         if tools and "tools" not in self._source(tools):
             raise HexadError(
                 f"has 'tools', which the chat template of {self.name} does not render; leave them out, or "
-                "give another template (--chat-template FILE)"
+                "give another template (``chat_template`` FILE)"
             )
 
     def _source(self, tools: list[Any] | None) -> str:

@@ -56,7 +56,7 @@ def training_texts(
     if found.unread:
         log.warning("not read: %s", listed(found.unread))
     pieces = cut(found.files)
-    check_used({"--json-key": json_key}, pieces)
+    check_used({"json_key": json_key}, pieces)
     total, done, empty = sum(piece.size for piece in pieces), 0, True
     reading = Reading(json_key, _Listing("", ""))
     for piece in streamed(pieces):
@@ -107,7 +107,7 @@ def train_bpe(
     end = END_NAMES[0]
     special = list(dict.fromkeys([end, *special_tokens]))
     if "" in special:
-        raise HexadError("--special-token: found an empty text; leave it out")
+        raise HexadError("``special_token``: found an empty text; leave it out")
     smallest = _SMALLEST + len(special) - 1
     if vocab_size < smallest:
         what = f"every byte and {', '.join(special)}"

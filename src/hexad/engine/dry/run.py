@@ -128,7 +128,7 @@ def dry_run(resolved: Resolved, rank: int) -> DryRun:
     layout = resolved.layout
     if not 0 <= rank < layout.world:
         raise HexadError(
-            f"--rank: found {rank}, expected 0 to {layout.world - 1} of a world of {layout.world}"
+            f"``rank``: found {rank}, expected 0 to {layout.world - 1} of a world of {layout.world}"
         )
     check_dry(resolved.config)
     begin = time.perf_counter()

@@ -27,8 +27,8 @@ from hexad.dataset.text.chat import load_chat_template
 from hexad.dataset.text.tokenizer import bos_ids
 from hexad.generation.generator import Generator
 from hexad.generation.prompts import Prompt
-from hexad.generation.requests import Request, Sampling
-from hexad.generation.texts import Wanted
+from hexad.generation.requests import Request
+from hexad.generation.sampling import Sampling
 
 _NEW_TOKENS = 256
 """Where a task does not say how many."""
@@ -130,9 +130,10 @@ class HexadLM(TemplateLM):
         def texts() -> list[str]:
             entries: list[tuple[int, Prompt, Request]] = []
             for number, (context, options) in enumerate(request.args for request in requests):
-                wanted = _wanted(options)
-                prompt = {"prompt": self._prompt(context, wanted.tokens)}
-                entries += [(number, prompt, one) for _, _, one in generator.requests([prompt], wanted)]
+                sampling = _sampling(options)
+                prompt = {"prompt": self._prompt(context, sampling.tokens)}
+                ((_, _, request),) = generator.requests([prompt], sampling)
+                entries.append((number, prompt, request))
             written = {text.number: text.text for _, text in generator.written(entries)}
             return [written[number] for number in range(len(requests))]
 
@@ -191,9 +192,9 @@ class HexadLM(TemplateLM):
         self.close()
 
 
-def _wanted(options: Mapping[str, Any]) -> Wanted:
-    """A task's ``generation_kwargs``, as the harness's own adapter for ``transformers`` understands them; a
-    value of None is an option that is not given. Sampling without a temperature is at 1.0.
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    """The settings in a task's ``generation_kwargs``, as the harness's own adapter for ``transformers``
+    understands them; a value of None is an option that is not given. ``do_sample`` alone samples at 1.0.
 
     Raises:
         ConfigError: an unknown option, or a value of the wrong type or out of range.
@@ -214,8 +215,8 @@ def _wanted(options: Mapping[str, Any]) -> Wanted:
         raise ConfigError(
             "generation_kwargs", f"found {listed}; remove it from the task; expected some of {known}"
         )
-    sampling = Sampling(temperature if sampled else 0.0, top_k, top_p)
-    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=stop)
+    tokens = (*limits, _NEW_TOKENS)[0]
+    return Sampling(temperature if sampled else 0.0, top_k, top_p, tokens=tokens, stop=stop)
 
 
 def _stop(until: Any) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hexad.config import ConfigError
-from hexad.generation.requests import Request, Sampling, asked_sampling, drawn, streams
+from hexad.generation.requests import Request, drawn, streams
 from hexad.generation.sampler import Sampler, log_probabilities
+from hexad.generation.sampling import Sampling, restricted_with_temperature
 
 PROBABILITIES = (0.5, 0.3, 0.15, 0.05)
 LOGITS = torch.tensor([PROBABILITIES]).double().log()
@@ -18,7 +19,7 @@ LOGITS = torch.tensor([PROBABILITIES]).double().log()
 def counts(prompt: tuple[int, ...] = (9,), tokens: int = 4000, **settings: Any) -> list[float]:
     """How often each token is drawn from :data:`LOGITS`."""
     sampler = Sampler()
-    sampler.open(1, Request(prompt, tokens, Sampling(**{"temperature": 1.0, **settings})))
+    sampler.open(1, Request(prompt, Sampling(**{"temperature": 1.0, "tokens": tokens, **settings})))
     tokens_of = [sampler.choose(LOGITS, [1])[0].token for _ in range(tokens)]
     return [tokens_of.count(token) / tokens for token in range(4)]
 
@@ -54,7 +55,7 @@ def test_penalties() -> None:
 
     def first(logits: list[float], steps: int, prompt: tuple[int, ...] = (9,), **settings: Any) -> list[int]:
         sampler = Sampler()
-        sampler.open(1, Request(prompt, 9, Sampling(**settings)))
+        sampler.open(1, Request(prompt, Sampling(tokens=9, **settings)))
         row = torch.tensor([logits + [-99.0] * (10 - len(logits))])
         return [sampler.choose(row, [1])[0].token for _ in range(steps)]
 
@@ -80,8 +81,10 @@ def test_a_request_gets_the_same_whatever_the_others_are() -> None:
             presence_penalty=chance.choice([0.0, 1.0]),
             logit_bias=((number, 1.5),),
             seed=number % 3,
+            tokens=9,
+            logprobs=chance.choice([None, 0, 4]),
         )
-        requests.append(Request((number, 5), 9, sampling, logprobs=chance.choice([None, 0, 4])))
+        requests.append(Request((number, 5), sampling))
     logits = torch.randn(20, 12, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     alone = []
     for number, request in enumerate(requests):
@@ -125,7 +128,7 @@ def test_no_temperature_draws_what_is_not_there(temperature: float) -> None:
     """Also where some tokens are excluded."""
     logits = torch.tensor([[1.0, 3.0, -torch.inf, 2.0]])
     sampler = Sampler()
-    sampler.open(1, Request((1,), 99, Sampling(temperature=temperature)))
+    sampler.open(1, Request((1,), Sampling(temperature=temperature, tokens=99)))
     chosen = {sampler.choose(logits, [1])[0].token for _ in range(99)}
     assert chosen == ({1} if temperature < 1 else {0, 1, 3})
     nothing = torch.full((1, 4), torch.nan)
@@ -139,7 +142,7 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     assert [token for token, _ in one.top] == [0, 1] and one.top[1][1] == pytest.approx(math.log(0.3))
     assert other.value == pytest.approx(math.log(0.5)) and other.top == ()
     sampler = Sampler()
-    sampler.open(1, Request((1,), 3, Sampling(logit_bias=((3, 50.0),)), logprobs=9))
+    sampler.open(1, Request((1,), Sampling(tokens=3, logit_bias=((3, 50.0),), logprobs=9)))
     (choice,) = sampler.choose(LOGITS, [1])
     assert choice.token == 3 and choice.logprob is not None
     assert choice.logprob.value == pytest.approx(math.log(0.05)) and len(choice.logprob.top) == 4
@@ -172,12 +175,12 @@ def test_sampling_out_of_range(options: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
 def test_choices_without_a_temperature(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="with temperature 0, which takes the likeliest token"):
-        asked_sampling(Sampling(**options))
+        restricted_with_temperature(Sampling(**options))
 
 
 def test_no_text_ends_before_its_least_length() -> None:
     sampler = Sampler()
-    sampler.open(1, Request((9,), 9, Sampling(), ends=frozenset({0, 7}), min_tokens=3))
+    sampler.open(1, Request((9,), Sampling(tokens=9, min_tokens=3), ends=frozenset({0, 7})))
     assert [sampler.choose(LOGITS, [1])[0].token for _ in range(5)] == [1, 1, 1, 0, 0]
 
 
@@ -190,8 +193,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_text_only() -> None:
             raise AssertionError
 
     sampler = Sampler(lambda grammar: Complex())
-    sampler.open(1, Request((9,), 9, grammar="{}"))
-    sampler.open(2, Request((9,), 9))
+    sampler.open(1, Request((9,), Sampling(tokens=9, grammar="{}")))
+    sampler.open(2, Request((9,), Sampling(tokens=9)))
     failed, other = sampler.choose(LOGITS.repeat(2, 1), [1, 2])
     assert (failed.token, failed.problem) == (None, "the grammar of the text is too complex")
     assert (other.token, other.problem) == (0, "")

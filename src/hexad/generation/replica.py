@@ -36,7 +36,7 @@ class _Session:
     def scores_of_prompt(self, complete: bool) -> tuple[Logprob, ...] | None:
         """The log-probabilities of the prompt, once, when there are all."""
         request = self.request
-        if request.prompt_logprobs is None or self.scored or not complete:
+        if request.sampling.prompt_logprobs is None or self.scored or not complete:
             return None
         self.scored = True
         return tuple(self.scores[place] for place in range(len(request.prompt) - 1))
@@ -44,7 +44,7 @@ class _Session:
     def experts(self) -> RoutedExperts | None:
         """The experts of all tokens that were computed, in all layers; of a token that was computed again,
         the later ones."""
-        if not self.request.routing:
+        if not self.request.sampling.routing:
             return None
         tokens, joined = len(self.request.prompt) + self.new - 1, []
         for name in RoutedExperts._fields:
@@ -98,15 +98,15 @@ class Replica:
 
     def add(self, number: int, request: Request) -> None:
         """Accept a request; ``number`` is above those before."""
-        if not request.tokens and len(request.prompt) == 1:
-            routing = self._without_tokens() if request.routing else None
+        if not request.sampling.tokens and len(request.prompt) == 1:
+            routing = self._without_tokens() if request.sampling.routing else None
             self._complete.append(Update(number, prompt_logprobs=(), ended="length", routing=routing))
             return
         decoder = self._text.decoder(request.prompt)
-        stream = TextStream(decoder, self._text.specials, request.stop, request.shown)
+        stream = TextStream(decoder, self._text.specials, request.sampling.stop, request.shown)
         self._sessions[number] = _Session(request, stream)
         # Nothing follows the last token of a prompt that is only scored.
-        ids = request.prompt if request.tokens else request.prompt[:-1]
+        ids = request.prompt if request.sampling.tokens else request.prompt[:-1]
         self.scheduler.add(Sequence(number, request, list(ids)))
         self._opened.append((number, request))
 
@@ -214,7 +214,7 @@ class Replica:
         request, scores = session.request, session.scores_of_prompt(not sequence.scoring)
         cached = sequence.cached or 0
         if choice is None:
-            if request.tokens or sequence.scoring:
+            if request.sampling.tokens or sequence.scoring:
                 return None if scores is None else Update(number, prompt_logprobs=scores)
             self._sessions.pop(number)
             self._close(number)
@@ -223,12 +223,12 @@ class Replica:
         self.scheduler.extend(number, choice.token)
         session.new += 1
         ended: Ending | None = None
-        if session.new == request.tokens:
+        if session.new == request.sampling.tokens:
             ended = "length"
         if choice.token in request.ends:
             text, ended = "", "document"
         else:
-            text = session.text.add(choice.token, session.new > request.min_tokens)
+            text = session.text.add(choice.token, session.new > request.sampling.min_tokens)
         if ended is not None and not session.text.stopped:
             text += session.text.end()
         if session.text.stopped and ended != "document":

@@ -58,7 +58,7 @@ class _State:
     @property
     def early(self) -> bool:
         """Whether the text may not end yet."""
-        return self.new < self.request.min_tokens
+        return self.new < self.request.sampling.min_tokens
 
 
 class Sampler:
@@ -78,7 +78,7 @@ class Sampler:
         key = request.key
         if key is None:
             (key,) = streams(request.sampling.seed, [request.sample], request.prompt)
-        constraint = None if request.grammar is None else self._constrain(request.grammar)
+        constraint = None if request.sampling.grammar is None else self._constrain(request.sampling.grammar)
         self._states[number] = _State(request, key, constraint)
 
     def close(self, number: int) -> None:
@@ -87,7 +87,7 @@ class Sampler:
 
     def scoring(self, number: int) -> int | None:
         """How many of the most likely tokens are wanted beside each of a prompt's."""
-        return self._states[number].request.prompt_logprobs
+        return self._states[number].request.sampling.prompt_logprobs
 
     def choose(self, logits: Tensor, numbers: Sequence[int]) -> list[Choice]:
         """The next token of each sequence, which from now on is part of it; None where logits are not finite,
@@ -111,11 +111,11 @@ class Sampler:
         # A logit of -inf alone is a token that cannot follow.
         chosen = torch.where(logits.amax(-1).isfinite(), tokens, -1).tolist()
         logprobs: list[Logprob | None] = [None] * len(states)
-        wanted = [row for row, state in enumerate(states) if state.request.logprobs is not None]
+        wanted = [row for row, state in enumerate(states) if state.request.sampling.logprobs is not None]
         if wanted:
             rows, counts = (
                 torch.tensor(wanted, device=logits.device),
-                [states[r].request.logprobs for r in wanted],
+                [states[r].request.sampling.logprobs for r in wanted],
             )
             made = log_probabilities(logits[rows], tokens[rows], counts, self.exactly)
             for row, logprob in zip(wanted, made):

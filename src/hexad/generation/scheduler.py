@@ -88,7 +88,7 @@ class Sequence:
     def scoring(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed."""
         request = self.request
-        return request.prompt_logprobs is not None and self.scored < len(request.prompt) - 1
+        return request.sampling.prompt_logprobs is not None and self.scored < len(request.prompt) - 1
 
 
 @dataclass(eq=False)
@@ -181,7 +181,8 @@ class Scheduler:
         )
         while self.waiting and len(self.running) < self.most:
             sequence = self.waiting[0]
-            regime, reuse = self._regime(sequence), not (sequence.scoring or sequence.request.routing)
+            regime = self._regime(sequence)
+            reuse = not (sequence.scoring or sequence.request.sampling.routing)
             table = self.pool.start(sequence.ids, sequence.request.longest, regime, reuse)
             missing = self.pool.needed(len(sequence.ids) + 1) - len(table.blocks)
             if self.running and missing + unfilled > self.pool.available:
@@ -232,9 +233,9 @@ class Scheduler:
             len(sequence.ids),
             self.pool.runs(table, end),
             table.dropped * self.pool.size,
-            end == len(sequence.ids) and request.tokens > 0,
+            end == len(sequence.ids) and request.sampling.tokens > 0,
             targets,
-            request.routing,
+            request.sampling.routing,
         )
 
     def _preempt(self, sequence: Sequence, planned: set[int]) -> bool:

@@ -209,15 +209,15 @@ class _Pages:
             constraints.check(asked[1], asked[0])
         encoded = [self._ids(prompt, n, body) for n, prompt in enumerate(prompts)]
         longest = max(map(len, encoded))
-        settings = body.wanted(self._limit - longest, None if asked is None else asked[1])
-        if longest + settings.tokens > self._limit:
-            raise self._exceeded(body, longest, settings.tokens)
-        plain = self.service.generator.requests([{"prompt": [*ids]} for ids in encoded], settings)
+        sampling = body.sampling(self._limit - longest, None if asked is None else asked[1])
+        if longest + sampling.tokens > self._limit:
+            raise self._exceeded(body, longest, sampling.tokens)
+        plain = self.service.generator.requests([{"prompt": [*ids]} for ids in encoded], sampling)
         ends = [self.service.generator.encoder.ends(prompt) for prompt in prompts]
         requests = [
             replace(
                 request,
-                ends=request.ends | (frozenset() if settings.ignore_eos else ends[number]),
+                ends=request.ends | (frozenset() if sampling.ignore_eos else ends[number]),
                 shown=request.shown | shown,
             )
             for number, _, request in plain
@@ -320,10 +320,11 @@ def _bytes(prompts: Sequence[Sequence[int]], requests: Sequence[TextRequest], st
     """What the server keeps of some requests."""
     size = sum(map(len, prompts)) * _ID_BYTES
     for request in requests:
-        if request.prompt_logprobs is not None:
-            size += len(request.prompt) * (1 + request.prompt_logprobs) * _LOGPROB_BYTES
-        if request.logprobs is not None and not streaming:
-            size += request.tokens * (1 + request.logprobs) * _LOGPROB_BYTES
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None:
+            size += len(request.prompt) * (1 + sampling.prompt_logprobs) * _LOGPROB_BYTES
+        if sampling.logprobs is not None and not streaming:
+            size += sampling.tokens * (1 + sampling.logprobs) * _LOGPROB_BYTES
     return size
 
 

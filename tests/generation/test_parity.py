@@ -2,7 +2,8 @@
 computed, against plain forward passes of one process over each text, in float64."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from hexad.generation.requests import Request
 from hexad.generation.sampler import Sampler
 from hexad.generation.sampling import Sampling
+from hexad.generation.sequence import Sequence
 from hexad.model.transformer import Transformer
 from hexad.planning.checks import planned_layout
 from hexad.topology.mesh import Mesh
@@ -67,7 +69,7 @@ def requests_of(seed: int, count: int, longest: int, new: int) -> tuple[list[Req
     return requests, {turn: sorted(numbers) for turn, numbers in arrivals.items()}
 
 
-def in_order(arrivals: Mapping[int, Sequence[int]]) -> tuple[list[int], dict[int, list[int]]]:
+def in_order(arrivals: Mapping[int, abc.Sequence[int]]) -> tuple[list[int], dict[int, list[int]]]:
     """The requests by arrival, and the same arrivals with numbers in this order."""
     order = [number for turn in sorted(arrivals) for number in arrivals[turn]]
     places = {number: place for place, number in enumerate(order, 1)}
@@ -82,15 +84,17 @@ def alone(name: str, seed: int, count: int, longest: int, new: int) -> list[Resu
     results = []
     for number, request in enumerate(requests_of(seed, count, longest, new)[0]):
         sampler, ids, result = Sampler(), list(request.prompt), Result()
-        sampler.open(number, request)
+        sequence = Sequence(number, request)
+        sampler.prepare(sequence)
         with torch.no_grad():
             while len(result.tokens) < request.sampling.tokens:
                 logits = model.logits(model(torch.tensor([ids])))[-1:, : model.vocab]
-                (choice,) = sampler.choose(logits, [number])
-                ids.append(choice.token)
-                result.tokens.append(choice.token)
-                result.logprobs += [choice.logprob] if choice.logprob else []
-                if choice.token in request.ends:
+                (update,) = sampler.choose(logits, [sequence])
+                (token,) = update.tokens
+                ids.append(token)
+                result.tokens.append(token)
+                result.logprobs += update.logprobs
+                if token in request.ends:
                     break
             if request.sampling.prompt_logprobs is not None:
                 result.values = _scores(model, request)

@@ -319,15 +319,15 @@ def test_ranks_of_a_data_rank_impose_alike(what: str, pool: Pool) -> None:
 
 
 def test_kept_experts_hold_no_others() -> None:
-    """Arrays of a text are not views of those of a step, which has the tokens of other texts."""
+    """Arrays of a text are not views of those of a batch, which has the tokens of other texts."""
     engine = engine_of("first dense", {}, [])
     with Generator(engine) as generator:
-        sessions = generator._replica._sessions
+        sequences = generator._replica._sequences
         generator._replica.add(1, Request((1, 2, 3), Sampling(tokens=9, routing=True)))
         generator._replica.add(2, Request(tuple(range(60)), Sampling(tokens=9)))
-        while not (1 in sessions and len(sessions[1].routing) > 2):
+        while not (1 in sequences and len(sequences[1].routing) > 2):
             generator._replica.advance()
-        for _, stages in sessions[1].routing:
+        for _, stages in sequences[1].routing:
             assert all(array.base is None for stage in stages for array in stage)
         generator._replica.cancel(1)
         generator._replica.cancel(2)

@@ -91,19 +91,22 @@ class Request:
         return len(self.prompt) + self.sampling.tokens - 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
-    """What a request has brought since the update before.
+    """The results of a request since its last update.
+
+    The rank that chooses tokens makes it, of one batch: ``prompt_logprobs`` and ``routing`` are those of the
+    batch's tokens. The leader of the replica adds the text, what ended it, and these when they are complete.
 
     Attributes:
         number: of the request.
         text: its new text; of a failure, what the problem is.
         tokens: its new ids.
-        logprobs: theirs, where they were asked for.
-        prompt_logprobs: those of the prompt, where they were asked for; once.
+        logprobs: of the new ids, where they are returned.
+        prompt_logprobs: of the prompt, where they are returned; once.
         ended: what ended it; None before the end.
-        cached: tokens of the prompt whose keys were at hand.
-        routing: the experts of all tokens, where they were asked for; once, at the end.
+        cached: tokens of the prompt whose keys were in the cache.
+        routing: the experts of all tokens, where they are returned; once, at the end.
     """
 
     number: int

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 
 from hexad.generation.batch import Batch, TokenSpan
-from hexad.generation.blocks import Run
+from hexad.generation.blocks import SlotRun
 from hexad.generation.front import Link, serve_link
 from hexad.generation.messages import Add, Cancel, Stop, Stopped, Updates
 from hexad.generation.requests import Logprob, Request, Update
@@ -22,7 +22,7 @@ def test_a_sequence_begins_without_state_on_another_rank() -> None:
     sequence = Sequence(2, request)
     sequence.ids.append(9)
     sequence.computed, sequence.chosen = 3, 1
-    batch = Batch((TokenSpan(2, (9,), 3, 4, (Run(0, 4),), last=True),), begun=(sequence,), ended=(1,))
+    batch = Batch((TokenSpan(2, (9,), 3, 4, (SlotRun(0, 4),), last=True),), begun=(sequence,), ended=(1,))
     received = pickle.loads(pickle.dumps(batch))
     assert (received.spans, received.lane, received.ended) == (batch.spans, 0, (1,))
     (other,) = received.begun

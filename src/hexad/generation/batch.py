@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from .blocks import Run
+from .blocks import SlotRun
 from .sequence import Sequence
 
 
@@ -25,7 +25,7 @@ class TokenSpan(NamedTuple):
     tokens: tuple[int, ...]
     begin: int
     length: int
-    runs: tuple[Run, ...]
+    runs: tuple[SlotRun, ...]
     origin: int = 0
     last: bool = False
     targets: tuple[int, ...] = ()

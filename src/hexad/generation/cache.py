@@ -25,7 +25,7 @@ from .paged_attention import Arrangement, Memory, Queries
 
 
 @dataclass(eq=False)
-class StepCache:
+class BatchCache:
     """The cache as the layers of a model use it in one batch: a
     :class:`~hexad.model.positions.KeyValueCache`.
 

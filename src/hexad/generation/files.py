@@ -74,9 +74,10 @@ def row(prompt: Mapping[str, Any], text: Continuation, sampling: Sampling) -> di
 def _values(logprobs: Sequence[Logprob], count: int | None) -> list[Any]:
     """Numbers, or with several tokens of each place, objects."""
     if not count:
-        return [one.value for one in logprobs]
+        return [logprob.value for logprob in logprobs]
     return [
-        {"token": one.token, "value": one.value, "top": [list(pair) for pair in one.top]} for one in logprobs
+        {"token": logprob.token, "value": logprob.value, "top": [list(pair) for pair in logprob.top]}
+        for logprob in logprobs
     ]
 
 
@@ -145,13 +146,13 @@ class TextFile:
             problem = "not a line that 'hexad generate' has written; give another file"
             raise HexadError(f"--output: {self._path}:{number}: {problem}")
 
-    def check(self, wanted: set[str]) -> None:
-        """See that all texts in the file are wanted, and remove an incomplete last line.
+    def check(self, digests: set[str]) -> None:
+        """Check that the file has no texts but those of some digests, and remove an incomplete last line.
 
         Raises:
             HexadError: some belong to other prompts, settings, or another model.
         """
-        if other := len(self.known - wanted):
+        if other := len(self.known - digests):
             raise HexadError(
                 f"--output: {self._path}: {other} of its {len(self.known)} texts belong to other prompts or "
                 "settings; give another file, or remove it"

@@ -87,9 +87,9 @@ class Generator:
                 self._beside(source, overrides, degrees)
             else:
                 layout = (f"parallel.{name}={degree}" for name, degree in degrees.items())
-                given = (*listed_overrides(overrides), *layout)
+                settings = (*listed_overrides(overrides), *layout)
                 if not isinstance(source, SavedModel):
-                    source = generating_model(find_model(str(source)), given, environment().world)
+                    source = generating_model(find_model(str(source)), settings, environment().world)
                 run = self._stack.enter_context(launch(source.config))
                 self._build(source, run.mesh, run.resolved)
         except BaseException:
@@ -152,12 +152,12 @@ class Generator:
         self.scheduler.pool.forget()  # keys of other weights
 
     def _take(self, engine: Engine) -> None:
-        held = engine.published()
+        published = engine.published()
         needed = [(rectangle, values) for rectangle, values, _ in self._weights.pieces()]
         if engine not in self._transfers:
-            have, need = ([rectangle for rectangle, _ in side] for side in (held, needed))
+            have, need = ([rectangle for rectangle, _ in side] for side in (published, needed))
             self._transfers[engine] = Transfer(have, need, self._mesh.world)
-        self._transfers[engine].run(held, needed, DTYPES[engine.config.precision.dtype])
+        self._transfers[engine].run(published, needed, DTYPES[engine.config.precision.dtype])
         self._weights.pack()
 
     @property
@@ -223,7 +223,7 @@ class Generator:
         return from_first(outcome, self._mesh.world)
 
     def lead(self, action: Callable[[], T]) -> tuple[T | None, HexadError | None]:
-        """As :meth:`shared`, but only the first rank has what the action returns or raises.
+        """Do the same as :meth:`shared`, but only the first rank has what the action returns or raises.
 
         Raises:
             HexadError: a step has failed before.
@@ -279,7 +279,7 @@ class Generator:
         Raises:
             ConfigError: it has more tokens than the model has positions, or the cache blocks; or in
                 ``precision.exact`` other frequencies (LongRoPE) apply to its end than to its beginning; or
-                experts are wanted of a model without.
+                experts are to be returned by a model without.
         """
         if request.sampling.routing and not self._model.model.expert_layers:
             raise ConfigError("--routing", "found true, but the model has no experts (model.moe)")
@@ -287,8 +287,8 @@ class Generator:
         texts = f"{len(request.prompt)} prompt tokens and {request.sampling.tokens} new ones exceed"
         if longest > positions and not self._warned:
             self._warned = True
-            made = f"the model was made for {positions} (model.max_positions)"
-            self.warn(f"prompt and new tokens reach {longest} positions, {made}")
+            limit = f"the model was made for {positions} (model.max_positions)"
+            self.warn(f"prompt and new tokens reach {longest} positions, {limit}")
         if longest > (most := self.saved.most_positions or longest):
             raise ConfigError("--tokens", f"{texts} the model's {most} positions")
         if longest > self.capacity:
@@ -308,17 +308,17 @@ class Generator:
     ) -> Iterator[tuple[Prompt, Continuation]]:
         """Prompts and texts of requests as these end, on the first rank inside :meth:`lead`; requests are
         taken as they are needed."""
-        taken: dict[int, tuple[int, Prompt, Request]] = {}
+        entries: dict[int, tuple[int, Prompt, Request]] = {}
 
-        def each() -> Iterator[Request]:
+        def submitted() -> Iterator[Request]:
             for place, entry in enumerate(requests):
-                taken[place] = entry
+                entries[place] = entry
                 yield entry[2]
 
-        for place, updates in self.front.completed(each()):
-            number, prompt, request = taken.pop(place)
-            given = prompt["prompt"] if "prompt" in prompt else prompt["messages"]
-            yield prompt, continuation(number, request, given, updates)
+        for place, updates in self.front.completed(submitted()):
+            number, prompt, request = entries.pop(place)
+            content = prompt["prompt"] if "prompt" in prompt else prompt["messages"]
+            yield prompt, continuation(number, request, content, updates)
 
     def score(
         self, sequences: Sequence[Sequence[int]], top: int = 0, routing: bool = False

@@ -64,7 +64,7 @@ class Sampler:
             for row, sequence in zip(changed, sequences):
                 self._change(row, sequence)
         tokens = changed.argmax(-1)
-        random = [row for row, one in enumerate(sequences) if one.request.sampling.temperature > 0]
+        random = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
         if random:
             rows = torch.tensor(random, device=logits.device)
             tokens[rows] = _sampled(changed[rows], [sequences[row] for row in random])

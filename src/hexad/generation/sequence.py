@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .blocks import Table
+from .blocks import BlockTable
 from .requests import Ending, Logprob, Request, RoutedExperts
 from .text_stream import TextStream
 
@@ -46,7 +46,7 @@ class Sequence:
     request: Request
     ids: list[int] = field(init=False)
     computed: int = 0
-    table: Table | None = None
+    table: BlockTable | None = None
     lane: int = 0
     scored: int = 0
     cached: int | None = None

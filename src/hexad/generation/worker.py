@@ -17,7 +17,7 @@ from hexad.parallel.context.exchange import selected_rows
 from hexad.topology.mesh import Axis
 
 from .batch import Batch, TokenSpan
-from .cache import StepCache
+from .cache import BatchCache
 from .latent_memory import LatentMemory
 from .paged_attention import Memory
 from .requests import Logprob, RoutedExperts, Update
@@ -67,7 +67,7 @@ class Worker:
             for number in batch.ended:
                 self._sequences.pop(number, None)
         model, device = self.model, self.model.shard.device
-        cache = StepCache(self.memory, batch.spans, model.shard.context, device)
+        cache = BatchCache(self.memory, batch.spans, model.shard.context, device)
         routed = any(span.routing for span in batch.spans)
         replay = Replay(model.model.expert_layers) if routed else None
         hidden = model(cache.tokens, inputs=self._received(cache.share), cache=cache, replay=replay)
@@ -85,7 +85,7 @@ class Worker:
         """Forget all sequences: no others follow those that are under way."""
         self._sequences.clear()
 
-    def _routing(self, replay: Replay, cache: StepCache) -> dict[int, RoutedExperts]:
+    def _routing(self, replay: Replay, cache: BatchCache) -> dict[int, RoutedExperts]:
         """The experts of spans in this stage's layers, by the number of the sequence, on the stage's first
         rank; all tensor and context ranks, among which tokens are divided, call this together."""
         shard, moe = self.model.shard, self.model.model.moe
@@ -123,7 +123,7 @@ class Worker:
         are under way than there are stages, so that those before have arrived."""
         self._sending.append(send_async(hidden.contiguous(), self.pipeline, self.pipeline.rank + 1))
 
-    def _updates(self, hidden: Tensor, cache: StepCache) -> dict[int, Update]:
+    def _updates(self, hidden: Tensor, cache: BatchCache) -> dict[int, Update]:
         """The chosen tokens and the log-probabilities of prompts, by the number of the sequence, where the
         sampler is; all tensor and context ranks of the last stage call this together."""
         ends = [*accumulate(len(span.tokens) for span in cache.spans)]
@@ -141,7 +141,7 @@ class Worker:
         return updates
 
     def _prompt_logprobs(
-        self, hidden: Tensor, span: TokenSpan, first: int, cache: StepCache
+        self, hidden: Tensor, span: TokenSpan, first: int, cache: BatchCache
     ) -> tuple[Logprob, ...]:
         """The log-probabilities of the tokens that follow a span's tokens in its prompt."""
         logprobs: list[Logprob] = []
@@ -155,7 +155,7 @@ class Worker:
                 logprobs += log_probabilities(logits, targets, counts, self.sampler.exactly)
         return tuple(logprobs)
 
-    def _logits(self, hidden: Tensor, rows: abc.Sequence[int], cache: StepCache) -> Tensor:
+    def _logits(self, hidden: Tensor, rows: abc.Sequence[int], cache: BatchCache) -> Tensor:
         """``[rows, vocab]`` logits of some of a batch's tokens, without padding, in at least float32; all
         tensor and context ranks of the stage call this together."""
         context, places = self.model.shard.context, torch.tensor(rows, device=hidden.device)

@@ -54,7 +54,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains besides text."""
+    """The options of a stream."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -92,7 +92,7 @@ else:
 
 
 class _Common(_WithSettings):
-    """What both kinds of requests have in common."""
+    """The fields of both kinds of requests."""
 
     unsupported: ClassVar[Mapping[str, str]] = {}
 

@@ -23,7 +23,7 @@ _TURN = 0.5
 
 
 class Busy(Exception):
-    """As many requests wait as may."""
+    """The queue of requests is full."""
 
 
 class Unavailable(Exception):

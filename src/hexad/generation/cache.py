@@ -6,7 +6,7 @@ computes the attention of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +19,7 @@ from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.positions import LatentHeads
 from hexad.topology.mesh import Axis
 
-from .batch import TokenSpan
+from .batch import Batch
 from .latent_memory import LatentMemory
 from .paged_attention import Arrangement, Memory, Queries
 
@@ -31,20 +31,20 @@ class BatchCache:
 
     Attributes:
         memory: of each of this rank's layers, by its number in the model.
-        spans: the batch's tokens.
+        batch: the tokens.
         context: axis of the ranks that divide them.
         device: of the tensors.
     """
 
     memory: Mapping[int, Memory | LatentMemory]
-    spans: Sequence[TokenSpan]
+    batch: Batch
     context: Axis
     device: torch.device
 
     @cached_property
     def total(self) -> int:
         """Tokens of the batch."""
-        return sum(len(span.tokens) for span in self.spans)
+        return sum(len(span.tokens) for span in self.batch.spans)
 
     @cached_property
     def share(self) -> int:
@@ -59,17 +59,17 @@ class BatchCache:
     @cached_property
     def tokens(self) -> Tensor:
         """int64 ``[1, this rank's tokens]``: their ids; of padding 0."""
-        return self._mine(list(chain.from_iterable(span.tokens for span in self.spans)))[None]
+        return self._mine(list(chain.from_iterable(span.tokens for span in self.batch.spans)))[None]
 
     @cached_property
     def positions(self) -> Tensor:
         """int64 ``[this rank's tokens]``: the place of each in its sequence."""
-        numbers = (range(span.begin, span.begin + len(span.tokens)) for span in self.spans)
+        numbers = (range(span.begin, span.begin + len(span.tokens)) for span in self.batch.spans)
         return self._mine(list(chain.from_iterable(numbers)))
 
     def lengths(self) -> Tensor:
         """int64 ``[this rank's tokens]``: the tokens of the sequence of each."""
-        return self._mine([span.length for span in self.spans for _ in span.tokens])
+        return self._mine([span.length for span in self.batch.spans for _ in span.tokens])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
         """Keep the new tokens' keys and values, and compute attention over all so far.
@@ -108,7 +108,7 @@ class BatchCache:
     def _slots(self) -> Tensor:
         """int64 ``[tokens of the batch]``: where the keys of each go."""
         slots: list[int] = []
-        for span in self.spans:
+        for span in self.batch.spans:
             left: list[int] = []
             missing = len(span.tokens)
             for slot, tokens in reversed(span.runs):
@@ -124,7 +124,7 @@ class BatchCache:
         """The parts of this rank's tokens."""
         queries, place = [], 0
         first, last = self.begin, min(self.begin + self.share, self.total)
-        for span in self.spans:
+        for span in self.batch.spans:
             low, high = max(place, first), min(place + len(span.tokens), last)
             if low < high:
                 position = span.begin + low - place

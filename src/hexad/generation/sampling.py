@@ -147,7 +147,7 @@ class Sampling:
     grammar: str | None = _setting(
         None, "another grammar that texts conform to, see hexad.generation.grammars"
     )
-    min_tokens: int = _setting(0, "new tokens before which no text ends", 0, inf, "0 to tokens")
+    min_tokens: int = _setting(0, "new tokens before which no text ends", -inf, inf, "0 to tokens")
     ignore_eos: bool = _setting(False, "continue after the tokens that end documents and answers")
     stop_token_ids: tuple[int, ...] = _setting((), "other tokens that end a text")
     skip_special_tokens: bool = _setting(True, "leave special tokens out of the text")
@@ -172,7 +172,7 @@ class Sampling:
             problem = "with --temperature 0, where all are the same; set one above 0"
             raise ConfigError("--samples", f"found {self.samples} {problem}")
         self._check_stop()
-        if self.min_tokens > self.tokens:
+        if not 0 <= self.min_tokens <= self.tokens:
             problem = f"found {self.min_tokens!r}, expected 0 to tokens, {self.tokens}"
             raise ConfigError("--min-tokens", problem)
         ids = self.stop_token_ids

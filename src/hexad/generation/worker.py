@@ -67,7 +67,7 @@ class Worker:
             for number in batch.ended:
                 self._sequences.pop(number, None)
         model, device = self.model, self.model.shard.device
-        cache = BatchCache(self.memory, batch.spans, model.shard.context, device)
+        cache = BatchCache(self.memory, batch, model.shard.context, device)
         routed = any(span.routing for span in batch.spans)
         replay = Replay(model.model.expert_layers) if routed else None
         hidden = model(cache.tokens, inputs=self._received(cache.share), cache=cache, replay=replay)
@@ -101,8 +101,8 @@ class Worker:
             gathered.append(values)
         if not self.first:
             return {}
-        sizes = [len(span.tokens) for span in cache.spans]
-        arrays = zip(cache.spans, *(values.cpu().split(sizes) for values in gathered))
+        sizes = [len(span.tokens) for span in cache.batch.spans]
+        arrays = zip(cache.batch.spans, *(values.cpu().split(sizes) for values in gathered))
         # Copies: a view would hold those of the whole batch, with the tokens of other texts.
         return {
             span.number: RoutedExperts(experts.numpy().copy(), weights.numpy().copy())
@@ -126,15 +126,15 @@ class Worker:
     def _updates(self, hidden: Tensor, cache: BatchCache) -> dict[int, Update]:
         """The chosen tokens and the log-probabilities of prompts, by the number of the sequence, where the
         sampler is; all tensor and context ranks of the last stage call this together."""
-        ends = [*accumulate(len(span.tokens) for span in cache.spans)]
-        last = [(span, end - 1) for span, end in zip(cache.spans, ends) if span.last]
+        ends = [*accumulate(len(span.tokens) for span in cache.batch.spans)]
+        last = [(span, end - 1) for span, end in zip(cache.batch.spans, ends) if span.last]
         updates: dict[int, Update] = {}
         if last:
             logits = self._logits(hidden, [row for _, row in last], cache)
             if self.sampler is not None:
                 sequences = [self._sequences[span.number] for span, _ in last]
                 updates = {update.number: update for update in self.sampler.choose(logits, sequences)}
-        for span, end in zip(cache.spans, ends):
+        for span, end in zip(cache.batch.spans, ends):
             if span.targets:
                 logprobs = self._prompt_logprobs(hidden, span, end - len(span.tokens), cache)
                 updates.setdefault(span.number, Update(span.number)).prompt_logprobs = logprobs

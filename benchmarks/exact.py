@@ -52,10 +52,11 @@ def generation(model: str, requests: list[dict[str, Any]], settings: list[str]) 
     """Generates all requests."""
     from hexad import Generator
     from hexad.generation.requests import Request
+    from hexad.generation.sampling import Sampling
 
     generator = Generator(f"hf:{model}", settings)
     entries = [
-        (number, {"prompt": entry["prompt"]}, Request(tuple(entry["prompt"]), entry["tokens"]))
+        (number, entry, Request(tuple(entry["prompt"]), Sampling(tokens=entry["tokens"])))
         for number, entry in enumerate(requests)
     ]
 

@@ -114,6 +114,7 @@ def hexad(run: Run, *settings: str) -> None:
     """Ours."""
     from hexad.generation.generator import Generator
     from hexad.generation.requests import Request
+    from hexad.generation.sampling import Sampling
 
     overrides = [f"precision.dtype={run.dtype}", *settings]
     with Generator(f"hf:{run.model}", overrides, **{n: int(v) for n, v in run.layout.items()}) as generator:
@@ -121,7 +122,7 @@ def hexad(run: Run, *settings: str) -> None:
         def turn() -> int:
             generator.scheduler.pool.forget()  # nothing of the turn before is used again
             entries = [
-                (number, {"prompt": entry["prompt"]}, Request(tuple(entry["prompt"]), entry["tokens"]))
+                (number, entry, Request(tuple(entry["prompt"]), Sampling(tokens=entry["tokens"])))
                 for number, entry in enumerate(run.requests)
             ]
             texts = generator.shared(lambda: [len(text.tokens) for _, text in generator.written(entries)])

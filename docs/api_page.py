@@ -43,7 +43,7 @@ CONTENTS: dict[str, tuple[str, ...]] = {
     "Generation": (
         "Generator",
         "generation.texts.Settings",
-        "generation.requests.Sampling",
+        "generation.sampling.Sampling",
         "generation.requests.Request",
         "generation.requests.Logprob",
         "generation.requests.RoutedExperts",

@@ -20,6 +20,7 @@ from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.generation.loading import build_model, converted, make_replica
 from hexad.generation.replica import Replica
 from hexad.generation.requests import Request
+from hexad.generation.sampling import Sampling
 from hexad.generation.weights import Weights
 from hexad.planning import resolve
 
@@ -98,7 +99,7 @@ def _decoded(bench: Bench, replica: Replica, config: Config, batch: int, first: 
     replica.scheduler.pool.forget()
     for number in range(first + 1, first + batch + 1):
         prompt = torch.randint(vocab, (context,), generator=generator).tolist()
-        replica.add(number, Request(tuple(prompt), tokens))
+        replica.add(number, Request(tuple(prompt), Sampling(tokens=tokens)))
     begin, begun = time.perf_counter(), set[int]()
     while len(begun) < batch:
         begun |= {update.number for update in replica.advance() if update.tokens}

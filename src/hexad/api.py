@@ -14,7 +14,7 @@ from hexad.engine.evaluation import Progress, Score, evaluate_weights
 from hexad.engine.scoring import Scorer, beyond_positions, check_sequence
 from hexad.generation.generator import Generator
 from hexad.generation.prompts import Prompt
-from hexad.generation.texts import Continuation, Settings, asked, wanted
+from hexad.generation.texts import Continuation, Settings, prompt_list, sampling_of
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch
 from hexad.model.configuration import load_config
@@ -78,8 +78,8 @@ def generate(
         HexadError: the model, a prompt or a setting cannot be used.
     """
     with pythonic():
-        asked(prompts)
-        wanted(settings)
+        prompt_list(prompts)
+        sampling_of(settings)
     with Generator(source, overrides) as generator:
         return generator.generate(prompts, **settings)
 

@@ -27,8 +27,8 @@ from hexad.dataset.text.chat import load_chat_template
 from hexad.dataset.text.tokenizer import bos_ids
 from hexad.generation.generator import Generator
 from hexad.generation.prompts import Prompt
-from hexad.generation.requests import Request, Sampling
-from hexad.generation.texts import Wanted
+from hexad.generation.requests import Request
+from hexad.generation.sampling import Sampling
 
 _NEW_TOKENS = 256
 """Where a task does not say how many."""
@@ -130,9 +130,10 @@ class HexadLM(TemplateLM):
         def texts() -> list[str]:
             entries: list[tuple[int, Prompt, Request]] = []
             for number, (context, options) in enumerate(request.args for request in requests):
-                wanted = _wanted(options)
-                prompt = {"prompt": self._prompt(context, wanted.tokens)}
-                entries += [(number, prompt, one) for _, _, one in generator.requests([prompt], wanted)]
+                sampling = _sampling(options)
+                prompt = {"prompt": self._prompt(context, sampling.tokens)}
+                ((_, _, request),) = generator.requests([prompt], sampling)
+                entries.append((number, prompt, request))
             written = {text.number: text.text for _, text in generator.written(entries)}
             return [written[number] for number in range(len(requests))]
 
@@ -191,31 +192,31 @@ class HexadLM(TemplateLM):
         self.close()
 
 
-def _wanted(options: Mapping[str, Any]) -> Wanted:
-    """A task's ``generation_kwargs``, as the harness's own adapter for ``transformers`` understands them; a
-    value of None is an option that is not given. Sampling without a temperature is at 1.0.
+def _sampling(options: Mapping[str, Any]) -> Sampling:
+    """The settings in a task's ``generation_kwargs``, as the harness's own adapter for ``transformers``
+    understands them; a value of None is an option that is not given. ``do_sample`` alone samples at 1.0.
 
     Raises:
         ConfigError: an unknown option, or a value of the wrong type or out of range.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    stop = _stop(given.pop("until", ()))
-    sampled = given.pop("do_sample", given.get("temperature", 0) != 0)
+    values = {name: value for name, value in options.items() if value is not None}
+    stop = _stop(values.pop("until", ()))
+    sampled = values.pop("do_sample", values.get("temperature", 0) != 0)
     if not isinstance(sampled, bool):
         raise _wrong("do_sample", sampled, "true or false")
-    temperature = _number(given, "temperature", float(sampled), 0.0, "a number from 0")
-    top_k = _number(given, "top_k", 0, 0, "an integer from 0 (all)")
-    top_p = _number(given, "top_p", 1.0, nextafter(0.0, 1.0), "a number above 0, at most 1", most=1.0)
-    limits = [_number(given, name, 0, 1, "an integer from 1") for name in _LIMITS if name in given]
-    unknown = {name: value for name, value in given.items() if _WITHOUT_EFFECT.get(name) != value}
+    temperature = _number(values, "temperature", float(sampled), 0.0, "a number from 0")
+    top_k = _number(values, "top_k", 0, 0, "an integer from 0 (all)")
+    top_p = _number(values, "top_p", 1.0, nextafter(0.0, 1.0), "a number above 0, at most 1", most=1.0)
+    limits = [_number(values, name, 0, 1, "an integer from 1") for name in _LIMITS if name in values]
+    unknown = {name: value for name, value in values.items() if _WITHOUT_EFFECT.get(name) != value}
     if unknown:
         listed = ", ".join(f"{name}: {value}" for name, value in unknown.items())
         known = ", ".join(("until", "do_sample", "temperature", "top_k", "top_p", *_LIMITS))
         raise ConfigError(
             "generation_kwargs", f"found {listed}; remove it from the task; expected some of {known}"
         )
-    sampling = Sampling(temperature if sampled else 0.0, top_k, top_p)
-    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=stop)
+    tokens = (*limits, _NEW_TOKENS)[0]
+    return Sampling(temperature if sampled else 0.0, top_k, top_p, tokens=tokens, stop=stop)
 
 
 def _stop(until: Any) -> tuple[str, ...]:
@@ -227,10 +228,10 @@ def _stop(until: Any) -> tuple[str, ...]:
 
 
 def _number(
-    given: dict[str, Any], name: str, default: Number, least: Number, expected: str, most: float = _LARGEST
+    values: dict[str, Any], name: str, default: Number, least: Number, expected: str, most: float = _LARGEST
 ) -> Number:
     """Remove an option from those given: a number of the default's type, from ``least`` to ``most``."""
-    value = given.pop(name, default)
+    value = values.pop(name, default)
     kinds = (int,) if isinstance(default, int) else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
         raise _wrong(name, value, expected)

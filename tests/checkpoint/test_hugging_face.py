@@ -16,6 +16,7 @@ from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.loading import load_model
 from hexad.generation.requests import Request
+from hexad.generation.sampling import Sampling
 from hexad.model.configuration import build_config
 from hexad.model.families import families
 from hexad.model.transformer import Transformer
@@ -131,7 +132,9 @@ def test_log_probabilities_of_generation_are_those_of_transformers(name: str, tm
     config = build_config({"model": ours.model.model_dump(), "inference": {"cache_tokens": 256, "block": 3}})
     mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
     prompts = [[7, 30, 11, 2, 9], list(range(20, 41))]  # on either side of LongRoPE's original length
-    requests = [Request(tuple(prompt), 4, logprobs=0, prompt_logprobs=0) for prompt in prompts]
+    requests = [
+        Request(tuple(prompt), Sampling(tokens=4, logprobs=0, prompt_logprobs=0)) for prompt in prompts
+    ]
     replica = replica_of(ours, config, mesh, Room(batch_tokens=6))
     results = results_of(replica, requests, {0: [1], 1: [2]})
     for prompt, result in zip(prompts, results.values(), strict=True):
@@ -168,7 +171,7 @@ def test_texts_that_grow_beyond_the_original_length_of_longrope(tmp_path: Path) 
     ours = loaded(tmp_path / "ours", "fp64")
     config = build_config({"model": ours.model.model_dump(), "inference": {"cache_tokens": 128}})
     mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
-    requests = [Request(tuple(prompt), 12) for prompt in prompts]
+    requests = [Request(tuple(prompt), Sampling(tokens=12)) for prompt in prompts]
     results = results_of(replica_of(ours, config, mesh, Room()), requests, {0: [1, 2, 3]})
     for prompt, text in zip(prompts, results.values(), strict=True):
         ids = list(prompt)

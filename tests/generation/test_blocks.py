@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexad.generation.blocks import BlockPool, Run, Table
+from hexad.generation.blocks import BlockPool, BlockTable, SlotRun
 
 
-def slots(pool: BlockPool, table: Table, tokens: int) -> list[int]:
+def slots(pool: BlockPool, table: BlockTable, tokens: int) -> list[int]:
     """Where the tokens of a sequence are, but for those of dropped blocks."""
     return [slot + place for slot, count in pool.runs(table, tokens) for place in range(count)]
 
@@ -24,7 +24,7 @@ def test_contents_are_those_of_the_sequences(
     chance = random.Random(seed)
     pool = BlockPool(blocks, size, neighbours)
     contents: dict[int, tuple[int, ...]] = {}
-    running: list[tuple[Table, list[int], int]] = []
+    running: list[tuple[BlockTable, list[int], int]] = []
     for _ in range(120):
         action = chance.random()
         if action < 0.4:
@@ -65,7 +65,7 @@ def test_contents_are_those_of_the_sequences(
     assert pool.available == blocks
 
 
-def grown(pool: BlockPool, ids: list[int], longest: int) -> Table:
+def grown(pool: BlockPool, ids: list[int], longest: int) -> BlockTable:
     table = pool.start(ids, longest)
     assert pool.extend(table, len(ids))
     pool.keep(table, ids, len(ids))
@@ -120,4 +120,4 @@ def test_claimed_blocks_are_given_to_others_when_no_other_is_left() -> None:
     first, second = pool.start([1], 24), pool.start([2], 24)
     assert pool.extend(first, 4) and pool.extend(second, 20)
     assert not pool.extend(first, 8)
-    assert pool.runs(first, 3) == (Run(0, 3),)
+    assert pool.runs(first, 3) == (SlotRun(0, 3),)

@@ -128,7 +128,11 @@ def asked() -> tuple[list[Request], dict[int, list[int]]]:
     """Requests in the order of their arrival, all of whose log-probabilities are wanted."""
     requests, arrivals = requests_of(5, *SIZE)
     order, numbered = in_order(arrivals)
-    return [replace(requests[n - 1], logprobs=0, prompt_logprobs=0) for n in order], numbered
+    scored = []
+    for number in order:
+        sampling = replace(requests[number - 1].sampling, logprobs=0, prompt_logprobs=0)
+        scored.append(replace(requests[number - 1], sampling=sampling))
+    return scored, numbered
 
 
 def generated(

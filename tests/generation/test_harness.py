@@ -145,20 +145,18 @@ def test_requests_with_other_options_are_written_together(adapter: Any, trained:
 
 def test_generation_options_are_read_as_by_the_harness(adapter: Any) -> None:
     def wanted(**options: Any) -> Any:
-        return adapter._wanted(options)
+        return adapter._sampling(options)
 
     none = dict.fromkeys(("until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "penalty"))
     assert wanted(**none) == wanted() == wanted(num_beams=1, until=[""])
-    assert (wanted().tokens, wanted().sampling.temperature) == (256, 0.0)
+    assert (wanted().tokens, wanted().temperature) == (256, 0.0)
     assert wanted(max_tokens=9, max_new_tokens=8).tokens == 8
     assert wanted(until="a").stop == wanted(until=["a"]).stop == ("a",)
-    temperatures = [
-        wanted(temperature=0.5, do_sample=drawn).sampling.temperature for drawn in (None, True, False)
-    ]
+    temperatures = [wanted(temperature=0.5, do_sample=drawn).temperature for drawn in (None, True, False)]
     assert temperatures == [0.5, 0.5, 0.0]
-    assert wanted(do_sample=True).sampling.temperature == 1.0
-    assert wanted(do_sample=False).sampling.temperature == 0.0
-    assert (wanted(top_k=4, top_p=0.5).sampling.top_k, wanted(top_p=0.5).sampling.top_p) == (4, 0.5)
+    assert wanted(do_sample=True).temperature == 1.0
+    assert wanted(do_sample=False).temperature == 0.0
+    assert (wanted(top_k=4, top_p=0.5).top_k, wanted(top_p=0.5).top_p) == (4, 0.5)
     with pytest.raises(
         ConfigError, match=r"generation_kwargs: found num_beams: 4, penalty: 2; remove .* until, "
     ):
@@ -183,7 +181,7 @@ def test_wrong_generation_options_are_named(
     for value in values:
         message = rf"^generation_kwargs\.{name}: found {re.escape(repr(value))}, expected {expected}; "
         with pytest.raises(ConfigError, match=message):
-            adapter._wanted({name: value})
+            adapter._sampling({name: value})
 
 
 def test_conversations_are_rendered(adapter: Any, trained: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexad.generation.blocks import BlockPool, Table
+from hexad.generation.blocks import BlockPool, BlockTable
 from hexad.generation.paged_attention import (
     Arrangement,
     DeviceMemory,
@@ -77,7 +77,7 @@ class Sequences:
         self.chance, self.window, self.memory = random.Random(seed), window, memory
         self.pool = BlockPool(len(memory.keys) // BLOCK, BLOCK, neighbours)
         self.generator = torch.Generator().manual_seed(seed)
-        self.tables: list[Table] = []
+        self.tables: list[BlockTable] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for number in range(5):

@@ -2,15 +2,19 @@
 computed, against plain forward passes of one process over each text, in float64."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from hexad.generation.requests import Request, Sampling
+from hexad.generation.requests import Request
 from hexad.generation.sampler import Sampler
+from hexad.generation.sampling import Sampling
+from hexad.generation.sequence import Sequence
 from hexad.model.transformer import Transformer
 from hexad.planning.checks import planned_layout
 from hexad.topology.mesh import Mesh
@@ -46,28 +50,26 @@ def requests_of(seed: int, count: int, longest: int, new: int) -> tuple[list[Req
     for number in range(count):
         length = chance.choice([1, 2, chance.randint(1, longest)])
         prompt = shared[:length] if chance.random() < 0.4 else [chance.randrange(50) for _ in range(length)]
-        sampling = Sampling(
-            temperature=chance.choice([0.0, 0.7, 1.3]),
-            seed=number,
-            repetition_penalty=chance.choice([1.0, 1.2]),
-        )
-        if sampling.temperature:
-            limits = chance.choice([{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}])
-            sampling = Sampling(**{**vars(sampling), **limits})
+        values: dict[str, Any] = {
+            "temperature": chance.choice([0.0, 0.7, 1.3]),
+            "seed": number,
+            "repetition_penalty": chance.choice([1.0, 1.2]),
+        }
+        if values["temperature"]:
+            values |= chance.choice([{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1}])
         scored = chance.choice([None, None, 0, 2])
         tokens = 0 if scored is not None and chance.random() < 0.3 else chance.randint(1, new)
         ends = frozenset(chance.sample(range(50), 2))
         logprobs = chance.choice([None, 0, 3])
-        requests.append(
-            Request(tuple(prompt), tokens, sampling, ends=ends, logprobs=logprobs, prompt_logprobs=scored)
-        )
+        sampling = Sampling(**values, tokens=tokens, logprobs=logprobs, prompt_logprobs=scored)
+        requests.append(Request(tuple(prompt), sampling, ends=ends))
     arrivals: dict[int, list[int]] = {}
     for number in range(1, count + 1):
         arrivals.setdefault(chance.randrange(count), []).append(number)
     return requests, {turn: sorted(numbers) for turn, numbers in arrivals.items()}
 
 
-def in_order(arrivals: Mapping[int, Sequence[int]]) -> tuple[list[int], dict[int, list[int]]]:
+def in_order(arrivals: Mapping[int, abc.Sequence[int]]) -> tuple[list[int], dict[int, list[int]]]:
     """The requests by arrival, and the same arrivals with numbers in this order."""
     order = [number for turn in sorted(arrivals) for number in arrivals[turn]]
     places = {number: place for place, number in enumerate(order, 1)}
@@ -82,17 +84,19 @@ def alone(name: str, seed: int, count: int, longest: int, new: int) -> list[Resu
     results = []
     for number, request in enumerate(requests_of(seed, count, longest, new)[0]):
         sampler, ids, result = Sampler(), list(request.prompt), Result()
-        sampler.open(number, request)
+        sequence = Sequence(number, request)
+        sampler.prepare(sequence)
         with torch.no_grad():
-            while len(result.tokens) < request.tokens:
+            while len(result.tokens) < request.sampling.tokens:
                 logits = model.logits(model(torch.tensor([ids])))[-1:, : model.vocab]
-                (choice,) = sampler.choose(logits, [number])
-                ids.append(choice.token)
-                result.tokens.append(choice.token)
-                result.logprobs += [choice.logprob] if choice.logprob else []
-                if choice.token in request.ends:
+                (update,) = sampler.choose(logits, [sequence])
+                (token,) = update.tokens
+                ids.append(token)
+                result.tokens.append(token)
+                result.logprobs += update.logprobs
+                if token in request.ends:
                     break
-            if request.prompt_logprobs is not None:
+            if request.sampling.prompt_logprobs is not None:
                 result.values = _scores(model, request)
         results.append(result)
     return results
@@ -102,7 +106,7 @@ def _scores(model: Transformer, request: Request) -> list[float]:
     """The log-probabilities of a prompt's tokens but the first; nothing follows the last if it is only
     scored."""
     targets = torch.tensor(request.prompt[1:])
-    inputs = request.prompt if request.tokens else request.prompt[:-1]
+    inputs = request.prompt if request.sampling.tokens else request.prompt[:-1]
     if not len(targets):
         return []
     logits = model.logits(model(torch.tensor([inputs])))[: len(targets), :50]
@@ -133,11 +137,11 @@ def check(pool: Pool, name: str, layout: Degrees, room: Room, size: tuple[int, i
         assert values == pytest.approx([logprob.value for logprob in expected.logprobs], rel=1e-9)
         tops = [[token for token, _ in logprob.top] for logprob in result.logprobs]
         assert tops == [[token for token, _ in logprob.top] for logprob in expected.logprobs]
-        if request.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None:
             assert [logprob.token for logprob in result.scores] == list(request.prompt[1:])
             scores = [logprob.value for logprob in result.scores]
             assert scores == pytest.approx(expected.values, rel=1e-9)
-            assert all(len(logprob.top) == request.prompt_logprobs for logprob in result.scores)
+            assert all(len(logprob.top) == request.sampling.prompt_logprobs for logprob in result.scores)
     return preemptions
 
 
@@ -183,8 +187,8 @@ def test_two_hundred_requests_of_up_to_two_thousand_tokens(layout: Degrees, pool
 def test_prompts_that_begin_alike_are_computed_once(pool: Pool) -> None:
     """Blocks of a sequence that has ended, too, and those of one that still runs."""
     prompt = tuple(range(30))
-    first = Request(prompt, 20)
-    others = [Request((*prompt[:25], 40, 41), 5), Request(prompt, 5), Request((*prompt[:3], 9), 5)]
+    first = Request(prompt, Sampling(tokens=20))
+    others = [Request(ids, Sampling(tokens=5)) for ids in ((*prompt[:25], 40, 41), prompt, (*prompt[:3], 9))]
     arrivals = {0: [1], 3: [2, 3, 4]}
     results, _ = pool.run(1, written, "llama", Degrees(), Room(block=4), [first, *others], arrivals)[0]
     assert [results[number].cached for number in (1, 2, 3, 4)] == [0, 24, 28, 0]
@@ -194,4 +198,4 @@ def test_prompts_that_begin_alike_are_computed_once(pool: Pool) -> None:
 
 
 def replaced(request: Request, tokens: int) -> Request:
-    return Request(request.prompt, tokens)
+    return Request(request.prompt, Sampling(tokens=tokens))

@@ -14,6 +14,7 @@ from hexad import Config, Engine, Generator, HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.losses import Outputs
 from hexad.generation.requests import Request, RoutedExperts
+from hexad.generation.sampling import Sampling
 from hexad.model.replay import Chosen, Replay
 from hexad.model.router import Router
 from hexad.parallel.sharding import declared_parameters, initialise
@@ -64,7 +65,10 @@ def check_routing(name: str, layout: Degrees, room: Room, pool: Pool) -> dict[in
     """Compare the experts of requests with those of plain forward passes of one process."""
     requests, arrivals = requests_of(8, 12, 20, 9)
     order, numbered = in_order(arrivals)
-    asked = [replace(requests[number - 1], routing=number % 4 > 0) for number in order]
+    asked = []
+    for number in order:
+        sampling = replace(requests[number - 1].sampling, routing=number % 4 > 0)
+        asked.append(replace(requests[number - 1], sampling=sampling))
     model = MIXTURES[name]
     results, _ = pool.run(layout.world, written, model, layout, room, asked, numbered)[0]
     unlimited = {**model, "moe": {**model["moe"], "capacity_factor": None}}
@@ -72,7 +76,7 @@ def check_routing(name: str, layout: Degrees, room: Room, pool: Pool) -> dict[in
     whole = stage_of(config, Mesh.create(planned_layout(config, 1), CPU))
     for number, request in enumerate(asked, 1):
         routing, ids = results[number].routing, [*request.prompt, *results[number].tokens][:-1]
-        if not request.routing:
+        if not request.sampling.routing:
             assert routing is None
             continue
         assert routing is not None and routing.experts.dtype == np.int32
@@ -315,15 +319,15 @@ def test_ranks_of_a_data_rank_impose_alike(what: str, pool: Pool) -> None:
 
 
 def test_kept_experts_hold_no_others() -> None:
-    """Arrays of a text are not views of those of a step, which has the tokens of other texts."""
+    """Arrays of a text are not views of those of a batch, which has the tokens of other texts."""
     engine = engine_of("first dense", {}, [])
     with Generator(engine) as generator:
-        sessions = generator._replica._sessions
-        generator._replica.add(1, Request((1, 2, 3), 9, routing=True))
-        generator._replica.add(2, Request(tuple(range(60)), 9))
-        while not (1 in sessions and len(sessions[1].routing) > 2):
+        sequences = generator._replica._sequences
+        generator._replica.add(1, Request((1, 2, 3), Sampling(tokens=9, routing=True)))
+        generator._replica.add(2, Request(tuple(range(60)), Sampling(tokens=9)))
+        while not (1 in sequences and len(sequences[1].routing) > 2):
             generator._replica.advance()
-        for _, stages in sessions[1].routing:
+        for _, stages in sequences[1].routing:
             assert all(array.base is None for stage in stages for array in stage)
         generator._replica.cancel(1)
         generator._replica.cancel(2)

@@ -9,6 +9,7 @@ import pytest
 from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.generation.requests import Logprob, Request, Update
+from hexad.generation.sampling import Sampling
 
 from ..dataset.tokenizers import made
 
@@ -32,7 +33,7 @@ def result(text: TokenText, form: str, prompt: Any, new: list[Logprob], **fields
         kind = ChatForm(ChatRequest(model="m", **body), None)
     else:
         kind = CompletionForm(CompletionRequest(model="m", prompt=prompt, logprobs=2, **fields), text)
-    texts = Texts(kind, [Request(ids, len(new))], [ids], text, "m")
+    texts = Texts(kind, [Request(ids, Sampling(tokens=max(1, len(new))))], [ids], text, "m")
     scores = tuple(Logprob(token, -2.0, ((ids[0], -1.0), (token, -2.0))) for token in ids[1:])
     decoder = text.decoder(ids)
     shown = "".join(decoder.add(one.token).text for one in new) + (decoder.end() if new else "")

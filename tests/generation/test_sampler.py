@@ -7,19 +7,29 @@ from typing import Any
 import pytest
 import torch
 
-from hexad.config import ConfigError
-from hexad.generation.requests import Request, Sampling, asked_sampling, drawn, streams
+from hexad.config import NOT_FINITE, ConfigError
+from hexad.generation.requests import Request, Update, drawn, streams
 from hexad.generation.sampler import Sampler, log_probabilities
+from hexad.generation.sampling import Sampling, restricted_with_temperature
+from hexad.generation.sequence import Sequence
 
 PROBABILITIES = (0.5, 0.3, 0.15, 0.05)
 LOGITS = torch.tensor([PROBABILITIES]).double().log()
 
 
+def sequence_of(sampler: Sampler, request: Request, number: int = 1) -> Sequence:
+    """A sequence that is ready for a sampler."""
+    sequence = Sequence(number, request)
+    sampler.prepare(sequence)
+    return sequence
+
+
 def counts(prompt: tuple[int, ...] = (9,), tokens: int = 4000, **settings: Any) -> list[float]:
     """How often each token is drawn from :data:`LOGITS`."""
     sampler = Sampler()
-    sampler.open(1, Request(prompt, tokens, Sampling(**{"temperature": 1.0, **settings})))
-    tokens_of = [sampler.choose(LOGITS, [1])[0].token for _ in range(tokens)]
+    sampling = Sampling(**{"temperature": 1.0, "tokens": tokens, **settings})
+    sequence = sequence_of(sampler, Request(prompt, sampling))
+    tokens_of = [sampler.choose(LOGITS, [sequence])[0].tokens[0] for _ in range(tokens)]
     return [tokens_of.count(token) / tokens for token in range(4)]
 
 
@@ -54,9 +64,9 @@ def test_penalties() -> None:
 
     def first(logits: list[float], steps: int, prompt: tuple[int, ...] = (9,), **settings: Any) -> list[int]:
         sampler = Sampler()
-        sampler.open(1, Request(prompt, 9, Sampling(**settings)))
+        sequence = sequence_of(sampler, Request(prompt, Sampling(tokens=9, **settings)))
         row = torch.tensor([logits + [-99.0] * (10 - len(logits))])
-        return [sampler.choose(row, [1])[0].token for _ in range(steps)]
+        return [sampler.choose(row, [sequence])[0].tokens[0] for _ in range(steps)]
 
     assert first([1.0, 0.9], 4) == [0, 0, 0, 0]
     assert first([1.0, 0.9, 0.0], 4, presence_penalty=0.5) == [0, 1, 0, 0]  # 0.5 against 0.4 from then on
@@ -80,24 +90,26 @@ def test_a_request_gets_the_same_whatever_the_others_are() -> None:
             presence_penalty=chance.choice([0.0, 1.0]),
             logit_bias=((number, 1.5),),
             seed=number % 3,
+            tokens=9,
+            logprobs=chance.choice([None, 0, 4]),
         )
-        requests.append(Request((number, 5), 9, sampling, logprobs=chance.choice([None, 0, 4])))
+        requests.append(Request((number, 5), sampling))
     logits = torch.randn(20, 12, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     alone = []
     for number, request in enumerate(requests):
         sampler = Sampler()
-        sampler.open(7, request)
-        alone.append([sampler.choose(step[number : number + 1], [7])[0] for step in logits])
+        sequence = sequence_of(sampler, request, number)
+        alone.append([sampler.choose(step[number : number + 1], [sequence])[0] for step in logits])
     together, taken = Sampler(), [0] * 12
-    for number, request in enumerate(requests):
-        together.open(number, request)
+    sequences = [sequence_of(together, request, number) for number, request in enumerate(requests)]
     while min(taken) < 20:
         numbers = [n for n in range(12) if taken[n] < 20 and chance.random() < 0.7]
         if not numbers:
             continue
         rows = torch.stack([logits[taken[n], n] for n in numbers])
-        for number, choice in zip(numbers, together.choose(rows, numbers), strict=True):
-            assert choice == alone[number][taken[number]]
+        updates = together.choose(rows, [sequences[number] for number in numbers])
+        for number, update in zip(numbers, updates, strict=True):
+            assert update == alone[number][taken[number]]
             taken[number] += 1
 
 
@@ -125,11 +137,12 @@ def test_no_temperature_draws_what_is_not_there(temperature: float) -> None:
     """Also where some tokens are excluded."""
     logits = torch.tensor([[1.0, 3.0, -torch.inf, 2.0]])
     sampler = Sampler()
-    sampler.open(1, Request((1,), 99, Sampling(temperature=temperature)))
-    chosen = {sampler.choose(logits, [1])[0].token for _ in range(99)}
+    sequence = sequence_of(sampler, Request((1,), Sampling(temperature=temperature, tokens=99)))
+    chosen = {sampler.choose(logits, [sequence])[0].tokens[0] for _ in range(99)}
     assert chosen == ({1} if temperature < 1 else {0, 1, 3})
     nothing = torch.full((1, 4), torch.nan)
-    assert sampler.choose(nothing, [1])[0].token is None
+    (failed,) = sampler.choose(nothing, [sequence])
+    assert (failed.tokens, failed.ended, failed.text) == ((), "failed", NOT_FINITE)
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
@@ -139,10 +152,11 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     assert [token for token, _ in one.top] == [0, 1] and one.top[1][1] == pytest.approx(math.log(0.3))
     assert other.value == pytest.approx(math.log(0.5)) and other.top == ()
     sampler = Sampler()
-    sampler.open(1, Request((1,), 3, Sampling(logit_bias=((3, 50.0),)), logprobs=9))
-    (choice,) = sampler.choose(LOGITS, [1])
-    assert choice.token == 3 and choice.logprob is not None
-    assert choice.logprob.value == pytest.approx(math.log(0.05)) and len(choice.logprob.top) == 4
+    biased = Request((1,), Sampling(tokens=3, logit_bias=((3, 50.0),), logprobs=9))
+    (update,) = sampler.choose(LOGITS, [sequence_of(sampler, biased)])
+    (logprob,) = update.logprobs
+    assert update.tokens == (3,)
+    assert logprob.value == pytest.approx(math.log(0.05)) and len(logprob.top) == 4
 
 
 @pytest.mark.parametrize(
@@ -172,13 +186,14 @@ def test_sampling_out_of_range(options: dict[str, Any], field: str) -> None:
 @pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}])
 def test_choices_without_a_temperature(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="with temperature 0, which takes the likeliest token"):
-        asked_sampling(Sampling(**options))
+        restricted_with_temperature(Sampling(**options))
 
 
 def test_no_text_ends_before_its_least_length() -> None:
     sampler = Sampler()
-    sampler.open(1, Request((9,), 9, Sampling(), ends=frozenset({0, 7}), min_tokens=3))
-    assert [sampler.choose(LOGITS, [1])[0].token for _ in range(5)] == [1, 1, 1, 0, 0]
+    request = Request((9,), Sampling(tokens=9, min_tokens=3), ends=frozenset({0, 7}))
+    sequence = sequence_of(sampler, request)
+    assert [sampler.choose(LOGITS, [sequence])[0].tokens[0] for _ in range(5)] == [1, 1, 1, 0, 0]
 
 
 def test_a_grammar_that_cannot_go_on_ends_its_text_only() -> None:
@@ -190,8 +205,8 @@ def test_a_grammar_that_cannot_go_on_ends_its_text_only() -> None:
             raise AssertionError
 
     sampler = Sampler(lambda grammar: Complex())
-    sampler.open(1, Request((9,), 9, grammar="{}"))
-    sampler.open(2, Request((9,), 9))
-    failed, other = sampler.choose(LOGITS.repeat(2, 1), [1, 2])
-    assert (failed.token, failed.problem) == (None, "the grammar of the text is too complex")
-    assert (other.token, other.problem) == (0, "")
+    constrained = sequence_of(sampler, Request((9,), Sampling(tokens=9, grammar="{}")))
+    free = sequence_of(sampler, Request((9,), Sampling(tokens=9)), 2)
+    failed, other = sampler.choose(LOGITS.repeat(2, 1), [constrained, free])
+    assert failed == Update(1, "the grammar of the text is too complex", ended="failed")
+    assert other == Update(2, tokens=(0,))

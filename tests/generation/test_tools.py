@@ -164,4 +164,4 @@ def test_what_clients_send_is_known(row: dict[str, Any]) -> None:
     body = read(CompletionRequest if row["path"] == "/v1/completions" else ChatRequest, row["body"])
     assert body.check() == []
     body.grammar()
-    assert body.prompts() and body.wanted(100).tokens >= 1
+    assert body.prompts() and body.sampling(100).tokens >= 1

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hexad.generation.requests import Request
+from hexad.generation.sampling import Sampling
 from hexad.planning.checks import planned_layout
 from hexad.topology.mesh import Mesh
 
@@ -48,7 +49,7 @@ def test_log_probabilities_are_those_of_the_training_forward_pass(name: str, dty
     device, limit = torch.device("cuda"), {"fp32": 2e-4, "bf16": 0.15, "fp16": 0.02}[dtype]
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, 50, (n,), generator=generator).tolist() for n in (1, 2, 9, 23, 31, 30)]
-    requests = [Request(tuple(ids), 9, logprobs=0, prompt_logprobs=0) for ids in prompts]
+    requests = [Request(tuple(ids), Sampling(tokens=9, logprobs=0, prompt_logprobs=0)) for ids in prompts]
     arrivals = {0: [1, 2, 3], 2: [4], 5: [5, 6]}
     precision = {"dtype": dtype}
     outcome = written(name, Degrees(), ROOMS[room], requests, arrivals, device, **precision)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hexad.generation.cache import StepCache
+from hexad.generation.batch import Batch, TokenSpan
+from hexad.generation.cache import BatchCache
 from hexad.generation.loading import make_memory
-from hexad.generation.scheduler import Part
 from hexad.generation.weights import Weights
 from hexad.parallel.inventory import Execution
 from hexad.planning.checks import planned_layout
@@ -85,8 +85,8 @@ def test_products_are_counted_as_pytorch_counts_them(name: str) -> None:
     model = stage_of(config, Mesh.create(resolved.layout, CPU))
     memory, _, _ = make_memory(model, config, Mesh.create(resolved.layout, CPU), 128)
     (stage,) = rank_stages(resolved, 0).values()
-    part = Part(1, (3,), plan.length - 1, plan.length, ((0, plan.length),))  # type: ignore[arg-type]
-    cache = StepCache(memory, [part], Axis("context"), CPU)
+    span = TokenSpan(1, (3,), plan.length - 1, plan.length, ((0, plan.length),))  # type: ignore[arg-type]
+    cache = BatchCache(memory, Batch((span,)), Axis("context"), CPU)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.logits(model(cache.tokens, cache=cache))
     attention = stage.cached_flops(plan.length, 1)

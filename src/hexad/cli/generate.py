@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,45 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hexad.config import ConfigError, HexadError, json_text
-from hexad.generation.requests import MOST_LOGPROBS
+from hexad.generation.sampling import CHOICE_SETTINGS, MOST_LOGPROBS, Sampling, option, settings
 
-from .options import exact_option, exactly, json_option, nproc_option, overrides_argument, run_ranks
+from .options import (
+    Command,
+    exact_option,
+    exactly,
+    json_option,
+    nproc_option,
+    overrides_argument,
+    run_ranks,
+)
 
 if TYPE_CHECKING:
     from hexad.generation.generator import Generator
-    from hexad.generation.texts import Continuation, Wanted
+    from hexad.generation.texts import Continuation
 
 _CHECKED = 1000
 """Prompts of a file that are checked before ranks are started."""
 _NO_PROMPT = "found none; give --prompt TEXT or --prompts FILE.jsonl"
 _COUNT = click.IntRange(1, 2**20)
 _TOP = click.IntRange(0, MOST_LOGPROBS)
+
+
+def _setting_option(name: str, **parameters: Any) -> Callable[[Command], Command]:
+    """The option for a setting of :class:`Sampling`, from its declaration.
+
+    Args:
+        name: of the setting.
+        parameters: of :func:`click.option`, where the command line spells the setting in another way.
+    """
+    kind, setting = settings()[name]
+    default = getattr(Sampling(), name)
+    if kind is bool:
+        parameters["is_flag"] = True
+    elif kind in (int, float):
+        parameters = {"type": kind, "default": default, "show_default": True, **parameters}
+    meaning = setting.meaning[0].upper() + setting.meaning[1:]
+    repeated = "; may be repeated" if parameters.get("multiple") else ""
+    return click.option(option(name), help=f"{meaning}{repeated}.", **parameters)
 
 
 @click.command("generate")
@@ -44,51 +70,23 @@ _TOP = click.IntRange(0, MOST_LOGPROBS)
     metavar="OUT.jsonl",
     help="Write the lines to this file as they end; a generation that was interrupted is continued.",
 )
-@click.option("--tokens", type=_COUNT, default=128, show_default=True, help="New tokens at most.")
-@click.option(
-    "--stop", multiple=True, metavar="TEXT", help="End before this text; several with several options."
-)
-@click.option("--samples", type=_COUNT, default=1, show_default=True, help="Texts for each prompt.")
-@click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="0 selects the most likely token."
-)
-@click.option(
-    "--top-k", type=int, default=0, show_default=True, help="Sample the k most likely only; 0: all."
-)
-@click.option(
-    "--top-p", type=float, default=1.0, show_default=True, help="Sample the most likely up to this sum only."
-)
-@click.option(
-    "--min-p",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Sample those with this part of the largest probability only.",
-)
-@click.option(
-    "--repetition-penalty", type=float, default=1.0, show_default=True, help="Above 1: repeat tokens less."
-)
-@click.option(
-    "--presence-penalty",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Subtracted from logits of tokens in the new text.",
-)
-@click.option(
-    "--frequency-penalty",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Subtracted as often as they occur.",
-)
-@click.option("--logit-bias", multiple=True, metavar="ID=NUMBER", help="Added to the logit of a token.")
-@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of sampling.")
+@_setting_option("tokens", type=_COUNT)
+@_setting_option("stop", multiple=True, metavar="TEXT")
+@_setting_option("samples", type=_COUNT)
+@_setting_option("temperature")
+@_setting_option("top_k")
+@_setting_option("top_p")
+@_setting_option("min_p")
+@_setting_option("repetition_penalty")
+@_setting_option("presence_penalty")
+@_setting_option("frequency_penalty")
+@_setting_option("logit_bias", multiple=True, metavar="ID=NUMBER")
+@_setting_option("seed")
 @click.option("--logprobs", is_flag=True, help="Write the log-probability of each new token.")
 @click.option("--prompt-logprobs", is_flag=True, help="Write those of the prompt's tokens but the first.")
 @click.option("--top-logprobs", type=_TOP, default=0, help="Beside each, so many of the most likely tokens.")
-@click.option("--routing", is_flag=True, help="Write the experts of all tokens but the last.")
-@click.option("--schema", metavar="FILE.json", help="Write JSON of this schema only.")
+@_setting_option("routing")
+@_setting_option("schema", metavar="FILE.json")
 @exact_option
 @nproc_option("tensor")
 @json_option
@@ -102,6 +100,7 @@ def generate(
     prompts in parallel; with parallel.data=2 there are two replicas. Every layout writes the same text.
     """
     from hexad.generation.prompts import PromptEncoder
+    from hexad.generation.texts import sampling_of_prompt
     from hexad.launching.environment import environment
     from hexad.planning.saved_model import find_model, generating_model
 
@@ -118,12 +117,12 @@ def generate(
     with _kept(request) if from_stdin else nullcontext():
         # Refuse what is wrong before any rank is started.
         saved = generating_model(request["checkpoint"], request["overrides"], nproc)
-        wanted = _wanted(request)
+        sampling = _sampling(request)
         encoder = PromptEncoder(saved, saved.tokenizer())
         number = 0
         for number, entry in enumerate(_prompts(request), 1):
             if number <= _CHECKED:
-                wanted.of_prompt(entry, f"prompt {number}")
+                sampling_of_prompt(sampling, entry, f"prompt {number}")
                 encoder.ids(entry, f"prompt {number}")
         if not number:
             raise ConfigError("--prompts", f"{'stdin' if from_stdin else file}: found no lines with prompts")
@@ -168,27 +167,18 @@ def _schema(file: str | None) -> str | None:
         raise HexadError(f"--schema: {file}: cannot be read: {error}") from None
 
 
-def _wanted(request: dict[str, Any]) -> Wanted:
-    from hexad.generation.requests import Sampling, asked_sampling
-    from hexad.generation.texts import Wanted
+def _sampling(request: dict[str, Any]) -> Sampling:
+    from hexad.generation.sampling import restricted_with_temperature
 
-    names = "temperature", "top_k", "top_p", "seed", "min_p"
-    penalties = "repetition_penalty", "presence_penalty", "frequency_penalty"
-    values = {name: request[name] for name in (*names, *penalties)}
-    sampling = asked_sampling(Sampling(**values, logit_bias=tuple(map(_bias, request["logit_bias"]))))
+    names = {*CHOICE_SETTINGS, "tokens", "samples", "schema", "routing"}
+    values: dict[str, Any] = {name: request[name] for name in names}
+    values["logit_bias"] = tuple(map(_bias, request["logit_bias"]))
     top = request["top_logprobs"]
     if top and not (request["logprobs"] or request["prompt_logprobs"]):
         raise ConfigError("--top-logprobs", f"found {top} without --logprobs or --prompt-logprobs; add one")
-    return Wanted(
-        request["tokens"],
-        sampling,
-        request["samples"],
-        tuple(request["stop"]),
-        top if request["logprobs"] else None,
-        top if request["prompt_logprobs"] else None,
-        request["schema"],
-        routing=request["routing"],
-    )
+    for name in ("logprobs", "prompt_logprobs"):
+        values[name] = top if request[name] else None
+    return restricted_with_temperature(Sampling(**values, stop=tuple(request["stop"])))
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -200,7 +190,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def generate_here(request: dict[str, Any]) -> None:
-    """Be one rank of the generation; the first prints the texts."""
+    """Run one rank of the generation; the first prints the texts."""
     from hexad.generation.generator import Generator
     from hexad.planning.saved_model import generating_model
 
@@ -208,19 +198,20 @@ def generate_here(request: dict[str, Any]) -> None:
     with Generator(saved) as generator:
         generator.warn = lambda message: click.echo(f"warning: {message}", err=True)
         write = _write if request["output"] is not None else _print
-        generator.shared(lambda: write(request, generator, _wanted(request)))
+        generator.shared(lambda: write(request, generator, _sampling(request)))
 
 
-def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> None:
+def _print(request: dict[str, Any], generator: Generator, sampling: Sampling) -> None:
     """Print each text as soon as those before it are complete; with ``--json`` all in one document."""
     from hexad.generation.files import row
+    from hexad.generation.texts import sampling_of_prompt
 
     lines = request["file"] is not None
     several = lines or len(request["prompts"]) * request["samples"] > 1
     documents = []
-    texts = generator.written(generator.requests(_prompts(request), wanted))
-    for entry, text in _in_order(texts, wanted):
-        document = row(entry, text, wanted.of_prompt(entry))
+    texts = generator.written(generator.requests(_prompts(request), sampling))
+    for entry, text in _in_order(texts, sampling):
+        document = row(entry, text, sampling_of_prompt(sampling, entry))
         if request["as_json"]:
             documents.append(document)
         elif lines:
@@ -235,9 +226,11 @@ def _print(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
 
 
 def _in_order(
-    texts: Iterable[tuple[Mapping[str, Any], Continuation]], wanted: Wanted
+    texts: Iterable[tuple[Mapping[str, Any], Continuation]], sampling: Sampling
 ) -> Iterator[tuple[Mapping[str, Any], Continuation]]:
     """Prompts with their texts, in the order of the prompts; what ends before its turn is kept."""
+    from hexad.generation.texts import sampling_of_prompt
+
     kept: dict[tuple[int, int], tuple[Mapping[str, Any], Continuation]] = {}
     following = 0, 0
     for entry, text in texts:
@@ -246,13 +239,14 @@ def _in_order(
             prompt, text = kept.pop(following)
             yield prompt, text
             number, sample = following
-            last = sample + 1 == wanted.of_prompt(prompt).samples
+            last = sample + 1 == sampling_of_prompt(sampling, prompt).samples
             following = (number + 1, 0) if last else (number, sample + 1)
 
 
-def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> None:
+def _write(request: dict[str, Any], generator: Generator, sampling: Sampling) -> None:
     """Write texts to the file as they end."""
     from hexad.generation.files import TextFile, digest, row
+    from hexad.generation.texts import sampling_of_prompt
 
     from .progress import TokenProgress
 
@@ -261,9 +255,9 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
     settings = [text for text in request["overrides"] if not text.startswith(("parallel.", "inference."))]
     model = json.dumps([source if source.startswith("hf:") else str(Path(source).resolve()), *settings])
     digests = {
-        digest(number, prompt, sample, model, wanted)
+        digest(number, prompt, sample, model, sampling)
         for number, prompt in enumerate(_prompts(request))
-        for sample in range(wanted.of_prompt(prompt).samples)
+        for sample in range(sampling_of_prompt(sampling, prompt).samples)
     }
     with (
         TextFile(request["output"]) as file,
@@ -273,11 +267,11 @@ def _write(request: dict[str, Any], generator: Generator, wanted: Wanted) -> Non
         done = frozenset(file.known)
         missing = (
             entry
-            for entry in generator.requests(_prompts(request), wanted)
-            if digest(entry[0], entry[1], entry[2].sample, model, wanted) not in done
+            for entry in generator.requests(_prompts(request), sampling)
+            if digest(entry[0], entry[1], entry[2].sample, model, sampling) not in done
         )
         for prompt, text in generator.written(missing):
-            document = row(prompt, text, wanted.of_prompt(prompt))
-            file.add(document, digest(text.number, prompt, text.sample, model, wanted))
+            document = row(prompt, text, sampling_of_prompt(sampling, prompt))
+            file.add(document, digest(text.number, prompt, text.sample, model, sampling))
             progress.add(1, len(text.tokens))
     click.echo(progress.summary(request["output"]), err=True)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Tokens of a sequence whose keys are neighbours in the cache.
 
     Attributes:
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 @dataclass(eq=False)
-class Table:
+class BlockTable:
     """The blocks of one sequence.
 
     Attributes:
@@ -92,7 +92,7 @@ class BlockPool:
         """Blocks of so many tokens."""
         return -(-tokens // self.size)
 
-    def start(self, ids: Sequence[int], longest: int, regime: bytes = b"", reuse: bool = True) -> Table:
+    def start(self, ids: Sequence[int], longest: int, regime: bytes = b"", reuse: bool = True) -> BlockTable:
         """The table of a new sequence, with the blocks that hold its beginning already.
 
         Args:
@@ -101,7 +101,7 @@ class BlockPool:
             regime: keys that were computed differently are not used again.
             reuse: whether any are.
         """
-        table = Table(longest)
+        table = BlockTable(longest)
         table.claim = next(self._numbers)
         for digest in self._chain(ids, (len(ids) - 1) // self.size if reuse else 0, regime):
             block = self._known.get(digest)
@@ -112,7 +112,7 @@ class BlockPool:
             table.digests.append(digest)
         return table
 
-    def extend(self, table: Table, tokens: int) -> bool:
+    def extend(self, table: BlockTable, tokens: int) -> bool:
         """Give a sequence the blocks of so many tokens in all; returns whether there were enough."""
         missing = self.needed(tokens) - table.dropped - len(table.blocks)
         if missing > self.available:
@@ -125,7 +125,7 @@ class BlockPool:
             table.append(block)
         return True
 
-    def keep(self, table: Table, ids: Sequence[int], computed: int, regime: bytes = b"") -> None:
+    def keep(self, table: BlockTable, ids: Sequence[int], computed: int, regime: bytes = b"") -> None:
         """Note the contents of a sequence's complete blocks, of the first ``computed`` of its ids, so that
         others can use them."""
         complete, known = computed // self.size, len(table.digests)
@@ -138,12 +138,12 @@ class BlockPool:
             if digest not in self._known:
                 self._known[digest], self._digests[block] = block, digest
 
-    def drop(self, table: Table, tokens: int) -> None:
+    def drop(self, table: BlockTable, tokens: int) -> None:
         """Take from a sequence the blocks before its first ``tokens``' end, which it does not need again."""
         while (table.dropped + 1) * self.size <= tokens and table.blocks:
             self._leave(table.pop_first())
 
-    def release(self, table: Table) -> None:
+    def release(self, table: BlockTable) -> None:
         """Take all blocks from a sequence."""
         for block in reversed(
             table.blocks
@@ -153,13 +153,13 @@ class BlockPool:
         if self.neighbours:
             self._claims[self._claims == table.claim] = 0
 
-    def runs(self, table: Table, tokens: int) -> tuple[Run, ...]:
+    def runs(self, table: BlockTable, tokens: int) -> tuple[SlotRun, ...]:
         """Where the keys of the first ``tokens`` are, but for those of dropped blocks; the last of them is in
         the last block."""
-        runs = [Run(first * self.size, count * self.size) for first, count in table.neighbours]
+        runs = [SlotRun(first * self.size, count * self.size) for first, count in table.neighbours]
         unused = (table.dropped + len(table.blocks)) * self.size - tokens
         if unused:
-            runs[-1] = Run(runs[-1].slot, runs[-1].tokens - unused)
+            runs[-1] = SlotRun(runs[-1].slot, runs[-1].tokens - unused)
         return tuple(runs)
 
     def forget(self) -> None:
@@ -188,7 +188,7 @@ class BlockPool:
             self.available += 1
             self._used[block] = next(self._clock) if block in self._digests else 0
 
-    def _next(self, table: Table) -> int:
+    def _next(self, table: BlockTable) -> int:
         """A free block for a sequence: the neighbour of its last, or another."""
         if not self.neighbours:
             return self._oldest(self._holders == 0)

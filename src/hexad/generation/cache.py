@@ -1,12 +1,12 @@
-"""How the tokens of a step are arranged in the keys and values that a stage keeps.
+"""How the tokens of a batch are arranged in the keys and values that a stage keeps.
 
-Context ranks divide the tokens of a step, equally and in their order; each has the keys of all tokens, and
+Context ranks divide the tokens of a batch, equally and in their order; each has the keys of all tokens, and
 computes the attention of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,32 +19,32 @@ from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.positions import LatentHeads
 from hexad.topology.mesh import Axis
 
+from .batch import Batch
 from .latent_memory import LatentMemory
 from .paged_attention import Arrangement, Memory, Queries
-from .scheduler import Part
 
 
 @dataclass(eq=False)
-class StepCache:
-    """The cache as the layers of a model use it in one step: a
+class BatchCache:
+    """The cache as the layers of a model use it in one batch: a
     :class:`~hexad.model.positions.KeyValueCache`.
 
     Attributes:
         memory: of each of this rank's layers, by its number in the model.
-        parts: the step's tokens.
+        batch: the tokens.
         context: axis of the ranks that divide them.
         device: of the tensors.
     """
 
     memory: Mapping[int, Memory | LatentMemory]
-    parts: Sequence[Part]
+    batch: Batch
     context: Axis
     device: torch.device
 
     @cached_property
     def total(self) -> int:
-        """Tokens of the step."""
-        return sum(len(part.tokens) for part in self.parts)
+        """Tokens of the batch."""
+        return sum(len(span.tokens) for span in self.batch.spans)
 
     @cached_property
     def share(self) -> int:
@@ -59,17 +59,17 @@ class StepCache:
     @cached_property
     def tokens(self) -> Tensor:
         """int64 ``[1, this rank's tokens]``: their ids; of padding 0."""
-        return self._mine(list(chain.from_iterable(part.tokens for part in self.parts)))[None]
+        return self._mine(list(chain.from_iterable(span.tokens for span in self.batch.spans)))[None]
 
     @cached_property
     def positions(self) -> Tensor:
         """int64 ``[this rank's tokens]``: the place of each in its sequence."""
-        numbers = (range(part.begin, part.begin + len(part.tokens)) for part in self.parts)
+        numbers = (range(span.begin, span.begin + len(span.tokens)) for span in self.batch.spans)
         return self._mine(list(chain.from_iterable(numbers)))
 
     def lengths(self) -> Tensor:
         """int64 ``[this rank's tokens]``: the tokens of the sequence of each."""
-        return self._mine([part.length for part in self.parts for _ in part.tokens])
+        return self._mine([span.length for span in self.batch.spans for _ in span.tokens])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel) -> Tensor:
         """Keep the new tokens' keys and values, and compute attention over all so far.
@@ -106,12 +106,12 @@ class StepCache:
         return Arrangement(self._slots(), self._queries(), self.share)
 
     def _slots(self) -> Tensor:
-        """int64 ``[tokens of the step]``: where the keys of each go."""
+        """int64 ``[tokens of the batch]``: where the keys of each go."""
         slots: list[int] = []
-        for part in self.parts:
+        for span in self.batch.spans:
             left: list[int] = []
-            missing = len(part.tokens)
-            for slot, tokens in reversed(part.runs):
+            missing = len(span.tokens)
+            for slot, tokens in reversed(span.runs):
                 count = min(tokens, missing)
                 left[:0] = range(slot + tokens - count, slot + tokens)
                 missing -= count
@@ -124,13 +124,13 @@ class StepCache:
         """The parts of this rank's tokens."""
         queries, place = [], 0
         first, last = self.begin, min(self.begin + self.share, self.total)
-        for part in self.parts:
-            low, high = max(place, first), min(place + len(part.tokens), last)
+        for span in self.batch.spans:
+            low, high = max(place, first), min(place + len(span.tokens), last)
             if low < high:
-                position = part.begin + low - place
+                position = span.begin + low - place
                 rows = low - first, high - first
-                queries.append(Queries(rows, low, position, part.runs, part.origin))
-            place += len(part.tokens)
+                queries.append(Queries(rows, low, position, span.runs, span.origin))
+            place += len(span.tokens)
         return queries
 
     def _mine(self, values: list[int]) -> Tensor:

@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from hexad.dataset.files import acquire
 
 from .prompts import form_of
 from .requests import Logprob
-from .texts import Continuation, Wanted
+from .sampling import CHOICE_SETTINGS, Sampling, settings
+from .texts import Continuation
 
 
 def read_prompts(file: str) -> Iterator[dict[str, Any]]:
@@ -57,15 +57,15 @@ def parse_prompts(lines: Iterator[str] | Any, name: str) -> Iterator[dict[str, A
         yield entry
 
 
-def row(prompt: Mapping[str, Any], text: Continuation, wanted: Wanted) -> dict[str, Any]:
-    """What is written of a text."""
+def row(prompt: Mapping[str, Any], text: Continuation, sampling: Sampling) -> dict[str, Any]:
+    """The object that is written for a text."""
     document = {**prompt, "text": text.text, "tokens": text.tokens, "ended": text.ended}
-    if wanted.samples > 1:
+    if sampling.samples > 1:
         document["sample"] = text.sample
     if text.logprobs is not None:
-        document["logprobs"] = _values(text.logprobs, wanted.logprobs)
+        document["logprobs"] = _values(text.logprobs, sampling.logprobs)
     if text.prompt_logprobs is not None:
-        document["prompt_logprobs"] = _values(text.prompt_logprobs, wanted.prompt_logprobs)
+        document["prompt_logprobs"] = _values(text.prompt_logprobs, sampling.prompt_logprobs)
     if text.routing is not None:
         document["routing"] = {name: array.tolist() for name, array in text.routing._asdict().items()}
     return document
@@ -74,22 +74,33 @@ def row(prompt: Mapping[str, Any], text: Continuation, wanted: Wanted) -> dict[s
 def _values(logprobs: Sequence[Logprob], count: int | None) -> list[Any]:
     """Numbers, or with several tokens of each place, objects."""
     if not count:
-        return [one.value for one in logprobs]
+        return [logprob.value for logprob in logprobs]
     return [
-        {"token": one.token, "value": one.value, "top": [list(pair) for pair in one.top]} for one in logprobs
+        {"token": logprob.token, "value": logprob.value, "top": [list(pair) for pair in logprob.top]}
+        for logprob in logprobs
     ]
 
 
-def digest(place: int, prompt: Mapping[str, Any], sample: int, model: str, wanted: Wanted) -> str:
-    """The digest of a text that is wanted."""
-    # Settings at their defaults are left out: files outlive versions that know fewer.
-    settings = {
-        field.name: getattr(wanted, field.name)
-        for field in fields(wanted)
-        if getattr(wanted, field.name) != field.default
-    }
-    content = json.dumps([place, prompt, sample, model, repr(settings)], sort_keys=True)
+def digest(place: int, prompt: Mapping[str, Any], sample: int, model: str, sampling: Sampling) -> str:
+    """The digest of a text to be written."""
+    content = json.dumps([place, prompt, sample, model, _changed_settings(sampling)], sort_keys=True)
     return blake2b(content.encode(errors="surrogatepass"), digest_size=12).hexdigest()
+
+
+def _changed_settings(sampling: Sampling) -> str:
+    """The settings that are not at their defaults, in a form that never changes: files outlive versions, also
+    those that know fewer settings."""
+    default = Sampling()
+    changed = {
+        name: repr(value)
+        for name in settings()
+        if (value := getattr(sampling, name)) != getattr(default, name)
+    }
+    if changed.keys() & set(CHOICE_SETTINGS):
+        values = (f"{name}={getattr(sampling, name)!r}" for name in CHOICE_SETTINGS)
+        changed["sampling"] = f"Sampling({', '.join(values)})"
+    names = ["tokens", "sampling", *(name for name in settings() if name not in ("tokens", *CHOICE_SETTINGS))]
+    return "{" + ", ".join(f"{name!r}: {changed[name]}" for name in names if name in changed) + "}"
 
 
 class TextFile:
@@ -135,13 +146,13 @@ class TextFile:
             problem = "not a line that 'hexad generate' has written; give another file"
             raise HexadError(f"--output: {self._path}:{number}: {problem}")
 
-    def check(self, wanted: set[str]) -> None:
-        """See that all texts in the file are wanted, and remove an incomplete last line.
+    def check(self, digests: set[str]) -> None:
+        """Check that the file has no texts but those of some digests, and remove an incomplete last line.
 
         Raises:
             HexadError: some belong to other prompts, settings, or another model.
         """
-        if other := len(self.known - wanted):
+        if other := len(self.known - digests):
             raise HexadError(
                 f"--output: {self._path}: {other} of its {len(self.known)} texts belong to other prompts or "
                 "settings; give another file, or remove it"

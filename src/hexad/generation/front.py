@@ -1,5 +1,5 @@
-"""What stands before the replicas of a model on the first rank: it gives each request to the replica that has
-the least to do, and collects what they bring."""
+"""The front of a model's replicas on the first rank: it sends each request to the replica that has the least
+to do, and collects the updates of all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 from hexad.comm import CommError, from_first
 from hexad.topology.mesh import Mesh
 
+from .messages import Add, Cancel, Stop, Stopped, Updates
 from .replica import Replica
 from .requests import Request, Update
 
@@ -96,7 +97,7 @@ def connected(mesh: Mesh) -> list[Link]:
 
 
 def serve_link(replica: Replica, link: Link) -> None:
-    """Compute what the first rank sends to another replica's leader, until it says that nothing follows.
+    """Compute what the first rank sends to another replica's leader, until it stops.
 
     Raises:
         CommError: the first rank is lost.
@@ -104,19 +105,15 @@ def serve_link(replica: Replica, link: Link) -> None:
     while True:
         if replica.idle:
             link.wait()
-        for name, arguments in link.received():
-            if name == "stop":
+        for message in link.received():
+            if isinstance(message, Stop):
                 replica.stop()
-                link.put(_STOPPED)
+                link.put(Stopped())
                 return
-            getattr(replica, name)(*arguments)
+            replica.receive(message)
         updates = replica.advance()
         if updates:
-            link.put(updates)
-
-
-_STOPPED = "stopped"
-"""The last message of a replica before :meth:`Front.stop` returns."""
+            link.put(Updates(tuple(updates)))
 
 
 class Front:
@@ -131,7 +128,7 @@ class Front:
     def __init__(self, replica: Replica, links: Sequence[Link] = ()) -> None:
         self._replica, self._links = replica, list(links)
         self._numbers = count(1)
-        self._inbox: deque[tuple[int, Request | None]] = deque()  # None: it is cancelled
+        self._inbox: deque[Add | Cancel] = deque()
         self._waiting: dict[int, Request] = {}
         self._places: dict[int, tuple[int, int]] = {}  # by request: its replica, and tokens it may take
         self._loads = [0] * (1 + len(self._links))
@@ -148,13 +145,13 @@ class Front:
     def submit(self, request: Request) -> int:
         """Accept a request; returns its number, which updates have."""
         number = next(self._numbers)
-        self._inbox.append((number, request))
+        self._inbox.append(Add(number, request))
         self.wake()
         return number
 
     def cancel(self, number: int) -> None:
         """Forget a request; no update follows but those that have come already."""
-        self._inbox.append((number, None))
+        self._inbox.append(Cancel(number))
         self.wake()
 
     def wake(self) -> None:
@@ -178,7 +175,8 @@ class Front:
             _drain(self._reading)
         for link in self._links:
             for message in link.received():
-                updates += message
+                if isinstance(message, Updates):
+                    updates += message.updates
         for update in updates:
             if update.ended is not None:
                 self._forget(update.number)
@@ -209,13 +207,13 @@ class Front:
         for number in list(self._places):
             self._forget(number)
         for link in self._links:
-            link.put(("stop", ()))
+            link.put(Stop())
         self._replica.stop()
         for link in self._links:
             stopped = False
             while not stopped:
                 link.wait()
-                stopped = any(message == _STOPPED for message in link.received())
+                stopped = any(isinstance(message, Stopped) for message in link.received())
 
     def __enter__(self) -> Front:
         return self
@@ -226,12 +224,13 @@ class Front:
 
     def _receive(self) -> None:
         while self._inbox:
-            number, request = self._inbox.popleft()
-            if request is not None:
-                self._waiting[number] = request
-            elif self._waiting.pop(number, None) is None and number in self._places:
-                self._send(self._places[number][0], "cancel", number)
-                self._forget(number)
+            match message := self._inbox.popleft():
+                case Add(number, request):
+                    self._waiting[number] = request
+                case Cancel(number):
+                    if self._waiting.pop(number, None) is None and number in self._places:
+                        self._send(self._places[number][0], message)
+                        self._forget(number)
 
     def _distribute(self) -> None:
         most = _AHEAD * self._replica.scheduler.most
@@ -244,7 +243,7 @@ class Front:
             self._places[number] = place, request.longest
             self._loads[place] += request.longest
             self._counts[place] += 1
-            self._send(place, "add", number, request)
+            self._send(place, Add(number, request))
 
     def _forget(self, number: int) -> None:
         if number in self._places:
@@ -252,15 +251,15 @@ class Front:
             self._loads[place] -= tokens
             self._counts[place] -= 1
 
-    def _send(self, place: int, name: str, *arguments: Any) -> None:
+    def _send(self, place: int, message: Add | Cancel) -> None:
         if place == 0:
-            getattr(self._replica, name)(*arguments)
+            self._replica.receive(message)
         else:
-            self._links[place - 1].put((name, arguments))
+            self._links[place - 1].put(message)
 
 
 def _drain(descriptor: int) -> None:
-    """Read what woke us."""
+    """Read what :meth:`Front.wake` has written."""
     with suppress(BlockingIOError):
         while len(os.read(descriptor, 4096)) == 4096:
             pass

@@ -30,7 +30,16 @@ from .front import Front, connected, serve_link
 from .loading import build_model, converted, load_model, make_replica
 from .prompts import Prompt, PromptEncoder
 from .requests import Request
-from .texts import Continuation, Settings, Wanted, asked, continuation, wanted
+from .sampling import Sampling
+from .texts import (
+    Continuation,
+    Settings,
+    continuation,
+    prompt_list,
+    requests_of,
+    sampling_of,
+    sampling_of_prompt,
+)
 from .weights import Weights
 
 log = logging.getLogger("hexad")
@@ -78,9 +87,9 @@ class Generator:
                 self._beside(source, overrides, degrees)
             else:
                 layout = (f"parallel.{name}={degree}" for name, degree in degrees.items())
-                given = (*listed_overrides(overrides), *layout)
+                settings = (*listed_overrides(overrides), *layout)
                 if not isinstance(source, SavedModel):
-                    source = generating_model(find_model(str(source)), given, environment().world)
+                    source = generating_model(find_model(str(source)), settings, environment().world)
                 run = self._stack.enter_context(launch(source.config))
                 self._build(source, run.mesh, run.resolved)
         except BaseException:
@@ -143,12 +152,12 @@ class Generator:
         self.scheduler.pool.forget()  # keys of other weights
 
     def _take(self, engine: Engine) -> None:
-        held = engine.published()
+        published = engine.published()
         needed = [(rectangle, values) for rectangle, values, _ in self._weights.pieces()]
         if engine not in self._transfers:
-            have, need = ([rectangle for rectangle, _ in side] for side in (held, needed))
+            have, need = ([rectangle for rectangle, _ in side] for side in (published, needed))
             self._transfers[engine] = Transfer(have, need, self._mesh.world)
-        self._transfers[engine].run(held, needed, DTYPES[engine.config.precision.dtype])
+        self._transfers[engine].run(published, needed, DTYPES[engine.config.precision.dtype])
         self._weights.pack()
 
     @property
@@ -169,7 +178,8 @@ class Generator:
         Args:
             prompts: a text; or several, each a text, ``{"prompt": text or ids}``, or ``{"messages": [...]}``
                 for the tokenizer's chat template. Settings in such an object apply to its prompt.
-            settings: see :class:`~hexad.generation.texts.Settings`.
+            settings: fields of :class:`~hexad.generation.sampling.Sampling`, see
+                :class:`~hexad.generation.texts.Settings`.
 
         Returns:
             One for each prompt and sample, in this order; the same on every rank.
@@ -180,7 +190,7 @@ class Generator:
 
         def texts() -> list[Continuation]:
             # All are checked before any is computed.
-            requests = [*self.requests(asked(prompts), wanted(settings))]
+            requests = [*self.requests(prompt_list(prompts), sampling_of(settings))]
             texts = [text for _, text in self.written(requests)]
             return sorted(texts, key=lambda text: (text.number, text.sample))
 
@@ -213,7 +223,7 @@ class Generator:
         return from_first(outcome, self._mesh.world)
 
     def lead(self, action: Callable[[], T]) -> tuple[T | None, HexadError | None]:
-        """As :meth:`shared`, but only the first rank has what the action returns or raises.
+        """Do the same as :meth:`shared`, but only the first rank has what the action returns or raises.
 
         Raises:
             HexadError: a step has failed before.
@@ -243,39 +253,42 @@ class Generator:
         self.front.stop()
         return result, error
 
-    def requests(self, prompts: Iterable[Prompt], wanted: Wanted) -> Iterator[tuple[int, Prompt, Request]]:
-        """The requests of prompts, with the number of each prompt, made as they are needed, on the first
-        rank.
+    def requests(
+        self, prompts: Iterable[Prompt], sampling: Sampling
+    ) -> Iterator[tuple[int, Prompt, Request]]:
+        """The requests of prompts, with each prompt's number, made as they are needed, on the first rank.
 
         Raises:
             HexadError: a prompt cannot be used.
         """
         checked = None
         for number, prompt in enumerate(prompts):
-            own = wanted.of_prompt(prompt, f"prompt {number + 1}")
-            for request in own.requests(prompt, self.encoder, f"prompt {number + 1}"):
-                if request.grammar is not None and request.grammar != checked:
-                    self.constraints.check(request.grammar)
-                    checked = request.grammar
+            name = f"prompt {number + 1}"
+            settings = sampling_of_prompt(sampling, prompt, name)
+            for request in requests_of(prompt, settings, self.encoder, name):
+                grammar = request.sampling.grammar
+                if grammar is not None and grammar != checked:
+                    self.constraints.check(grammar)
+                    checked = grammar
                 self.check(request)
                 yield number, prompt, request
 
     def check(self, request: Request) -> None:
-        """See whether a request can be computed.
+        """Check that a request can be computed.
 
         Raises:
             ConfigError: it has more tokens than the model has positions, or the cache blocks; or in
                 ``precision.exact`` other frequencies (LongRoPE) apply to its end than to its beginning; or
-                experts are wanted of a model without.
+                experts are to be returned by a model without.
         """
-        if request.routing and not self._model.model.expert_layers:
+        if request.sampling.routing and not self._model.model.expert_layers:
             raise ConfigError("--routing", "found true, but the model has no experts (model.moe)")
         positions, longest = self.saved.positions, request.longest
-        texts = f"{len(request.prompt)} prompt tokens and {request.tokens} new ones exceed"
+        texts = f"{len(request.prompt)} prompt tokens and {request.sampling.tokens} new ones exceed"
         if longest > positions and not self._warned:
             self._warned = True
-            made = f"the model was made for {positions} (model.max_positions)"
-            self.warn(f"prompt and new tokens reach {longest} positions, {made}")
+            limit = f"the model was made for {positions} (model.max_positions)"
+            self.warn(f"prompt and new tokens reach {longest} positions, {limit}")
         if longest > (most := self.saved.most_positions or longest):
             raise ConfigError("--tokens", f"{texts} the model's {most} positions")
         if longest > self.capacity:
@@ -295,17 +308,17 @@ class Generator:
     ) -> Iterator[tuple[Prompt, Continuation]]:
         """Prompts and texts of requests as these end, on the first rank inside :meth:`lead`; requests are
         taken as they are needed."""
-        taken: dict[int, tuple[int, Prompt, Request]] = {}
+        entries: dict[int, tuple[int, Prompt, Request]] = {}
 
-        def each() -> Iterator[Request]:
+        def submitted() -> Iterator[Request]:
             for place, entry in enumerate(requests):
-                taken[place] = entry
+                entries[place] = entry
                 yield entry[2]
 
-        for place, updates in self.front.completed(each()):
-            number, prompt, request = taken.pop(place)
-            given = prompt["prompt"] if "prompt" in prompt else prompt["messages"]
-            yield prompt, continuation(number, request, given, updates)
+        for place, updates in self.front.completed(submitted()):
+            number, prompt, request = entries.pop(place)
+            content = prompt["prompt"] if "prompt" in prompt else prompt["messages"]
+            yield prompt, continuation(number, request, content, updates)
 
     def score(
         self, sequences: Sequence[Sequence[int]], top: int = 0, routing: bool = False
@@ -323,7 +336,7 @@ class Generator:
                 if not listed or not isinstance(ids, Sequence) or isinstance(ids, str):
                     raise HexadError(f"sequences: found {ids!r:.60}, expected lists of ids")
             prompts: list[Prompt] = [{"prompt": list(ids)} for ids in sequences]
-            requests = self.requests(prompts, Wanted(tokens=0, prompt_logprobs=top, routing=routing))
+            requests = self.requests(prompts, Sampling(tokens=0, prompt_logprobs=top, routing=routing))
             return sorted((text for _, text in self.written(requests)), key=lambda text: text.number)
 
         with pythonic():

@@ -38,64 +38,72 @@ class LatentMemory:
         self.latents = torch.empty((slots, width), dtype=dtype, device=device)
 
     def attend(
-        self, q: Tensor, latents: Tensor, step: Arrangement, heads: LatentHeads, kernel: AttentionKernel
+        self,
+        q: Tensor,
+        latents: Tensor,
+        arrangement: Arrangement,
+        heads: LatentHeads,
+        kernel: AttentionKernel,
     ) -> Tensor:
         """Keep new latent vectors, and compute attention over all that are kept.
 
         Args:
             q: ``[rows, heads, width]``.
-            latents: ``[tokens of the step, width]``.
-            step: where they are.
+            latents: ``[tokens of the batch, width]``.
+            arrangement: where they are.
             heads: of the layer.
             kernel: the layer's.
 
         Returns:
             ``[rows, heads * value width]``; zeros for padding.
         """
-        self.latents.index_copy_(0, step.slots, latents)
+        self.latents.index_copy_(0, arrangement.slots, latents)
         parts: list[Tensor] = []
-        for alone, group in groupby(step.queries, key=lambda one: one.tokens == 1):
+        for alone, group in groupby(arrangement.queries, key=lambda queries: queries.tokens == 1):
             parts += self._computed(q, list(group), alone, heads, kernel)
-        rows = step.queries[-1].rows[1] if step.queries else 0
-        if rows < step.rows or not parts:
-            parts.append(heads.joined(heads.padded(q.new_zeros((step.rows - rows, *q.shape[1:])))))
+        rows = arrangement.queries[-1].rows[1] if arrangement.queries else 0
+        if rows < arrangement.rows or not parts:
+            parts.append(heads.joined(heads.padded(q.new_zeros((arrangement.rows - rows, *q.shape[1:])))))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _computed(
-        self, q: Tensor, ones: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
+        self, q: Tensor, sequences: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
     ) -> list[Tensor]:
         """The attention of neighbouring runs of rows, each of one token (``alone``) or of several."""
         if not alone:
-            return [self._expanded(q, one, heads, kernel) for one in ones]
-        groups = alike(ones, self.latents.shape[1])
+            return [self._expanded(q, queries, heads, kernel) for queries in sequences]
+        groups = alike(sequences, self.latents.shape[1])
         return [self._absorbed(q, some, heads, kernel) for some in groups]
 
-    def _expanded(self, q: Tensor, one: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
+    def _expanded(self, q: Tensor, queries: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
         """Attention of several tokens, over keys and values of all heads."""
-        limit = one.end if kernel.window is None else kernel.window
-        begin = max(one.origin, one.position + 1 - limit)
-        k, v = heads.expanded(self._gathered(slots_of(one, begin)))
+        limit = queries.end if kernel.window is None else kernel.window
+        begin = max(queries.origin, queries.position + 1 - limit)
+        k, v = heads.expanded(self._gathered(slots_of(queries, begin)))
         seen = None
-        if begin < one.position or limit < one.end:
-            position = torch.arange(one.position, one.end, device=q.device)[:, None]
-            key = torch.arange(begin, one.end, device=q.device)
+        if begin < queries.position or limit < queries.end:
+            position = torch.arange(queries.position, queries.end, device=q.device)[:, None]
+            key = torch.arange(begin, queries.end, device=q.device)
             seen = (key <= position) & (key > position - limit)
-        rows = heads.padded(q.narrow(0, one.rows[0], one.tokens))
+        rows = heads.padded(q.narrow(0, queries.rows[0], queries.tokens))
         rows, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (rows, k, v))
         out = kernel.dense(rows, k, v, causal=seen is None, mask=seen)
         return heads.joined(out[0].transpose(0, 1))
 
     def _absorbed(
-        self, q: Tensor, ones: Sequence[Queries], heads: LatentHeads, kernel: AttentionKernel
+        self, q: Tensor, sequences: Sequence[Queries], heads: LatentHeads, kernel: AttentionKernel
     ) -> Tensor:
         """Attention of neighbouring sequences' single tokens, over latent vectors."""
-        seen = [one.end - max(one.origin, one.end - (kernel.window or one.end)) for one in ones]
-        slots = np.empty((len(ones), max(seen)), dtype=np.int64)
-        for line, one, count in zip(slots, ones, seen):
-            places = slots_of(one, one.end - count)
+        seen = [
+            queries.end - max(queries.origin, queries.end - (kernel.window or queries.end))
+            for queries in sequences
+        ]
+        slots = np.empty((len(sequences), max(seen)), dtype=np.int64)
+        for line, queries, count in zip(slots, sequences, seen):
+            places = slots_of(queries, queries.end - count)
             line[:count], line[count:] = places, places[-1]  # of padding any that are numbers
         kept = self._gathered(slots.ravel()).unflatten(0, slots.shape)
-        rows = heads.absorbed(q.narrow(0, ones[0].rows[0], len(ones)))
+        rows = heads.absorbed(q.narrow(0, sequences[0].rows[0], len(sequences)))
         scores = widened(torch.bmm(rows, kept.transpose(1, 2))) * kernel.scale
         if min(seen) < max(seen):
             counts = streams.of(q.device).moved(torch.tensor(seen), q.device)
@@ -111,17 +119,17 @@ class LatentMemory:
 
 
 class ExactLatentMemory(LatentMemory):
-    """In exact arithmetic: keys and values are those of training, to the last bit."""
+    """The memory of exact arithmetic: keys and values are those of training, to the last bit."""
 
     def _computed(
-        self, q: Tensor, ones: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
+        self, q: Tensor, sequences: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
     ) -> list[Tensor]:
         parts = []
-        for one in ones:
-            limit = one.end if kernel.window is None else kernel.window
-            begin = max(one.origin, one.position + 1 - limit)
-            kept = on_grid(*heads.expanded(self._gathered(slots_of(one, begin))))
-            rows = heads.padded(q.narrow(0, one.rows[0], one.tokens)).contiguous()
-            run = Run(one.position, begin, kernel.window)
+        for queries in sequences:
+            limit = queries.end if kernel.window is None else kernel.window
+            begin = max(queries.origin, queries.position + 1 - limit)
+            kept = on_grid(*heads.expanded(self._gathered(slots_of(queries, begin))))
+            rows = heads.padded(q.narrow(0, queries.rows[0], queries.tokens)).contiguous()
+            run = Run(queries.position, begin, kernel.window)
             parts.append(heads.joined(attend_run(rows, kept, run, kernel.scale)))
         return parts

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
-from hexad.model.exact_attention import Keys, Visible, Wide, attend, attend_run, on_grid
-from hexad.model.exact_attention import Run as KeyRun
+from hexad.model.exact_attention import Keys, Run, Visible, Wide, attend, attend_run, on_grid
 from hexad.parallel.context.attention import merge_
 
-from .blocks import Run
+from .blocks import SlotRun
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Queries(NamedTuple):
     rows: tuple[int, int]
     place: int
     position: int
-    runs: tuple[Run, ...]
+    runs: tuple[SlotRun, ...]
     origin: int
 
     @property
@@ -63,23 +62,23 @@ class Queries(NamedTuple):
         """Position after the last."""
         return self.position + self.tokens
 
-    def keys(self, begin: int, end: int) -> list[Run]:
+    def keys(self, begin: int, end: int) -> list[SlotRun]:
         """Where the keys of positions from ``begin`` to ``end`` are."""
         runs, at = [], self.origin
         for slot, tokens in self.runs:
             low, high = max(begin, at), min(end, at + tokens)
             if low < high:
-                runs.append(Run(slot + low - at, high - low))
+                runs.append(SlotRun(slot + low - at, high - low))
             at += tokens
         return runs
 
 
 @dataclass(eq=False)
 class Arrangement:
-    """Where the tokens of a step are, the same for all layers.
+    """Where the tokens of a batch and the keys that they attend to are, the same for all layers.
 
     Attributes:
-        slots: int64 ``[tokens of the step]``: where the keys of each go.
+        slots: int64 ``[tokens of the batch]``: where the keys of each go.
         queries: the tokens whose attention this rank computes, in the order of their rows.
         rows: of the queries; those after the last ones are padding.
     """
@@ -87,50 +86,55 @@ class Arrangement:
     slots: Tensor
     queries: Sequence[Queries]
     rows: int
-    _seen: dict[int | None, list[tuple[Queries, list[Run]]]] = field(default_factory=dict)
+    _before: dict[int | None, list[tuple[Queries, list[SlotRun]]]] = field(default_factory=dict)
+    _table: Tensor | None = None
 
-    def before(self, window: int | None) -> list[tuple[Queries, list[Run]]]:
+    def before(self, window: int | None) -> list[tuple[Queries, list[SlotRun]]]:
         """Queries, and where the keys are that they see in the cache: up to their own if it is one, else up
         to that of the first. Computed for the first layer with a window."""
-        if window not in self._seen:
-            self._seen[window] = [(one, _before(one, window)) for one in self.queries]
-        return self._seen[window]
+        if window not in self._before:
+            self._before[window] = [(queries, _before(queries, window)) for queries in self.queries]
+        return self._before[window]
 
     @cached_property
-    def places(self) -> Places:
-        """Where everything is, on the device."""
-        return Places(self.queries, self.slots.device)
+    def counts(self) -> NDArray[np.int64]:
+        """int64 ``[2, sequences]``: the queries and the keys of each."""
+        pairs = [(queries.tokens, queries.end - queries.origin) for queries in self.queries]
+        return np.array(pairs, dtype=np.int64).T
 
+    @cached_property
+    def tokens(self) -> int:
+        """Queries of all sequences."""
+        return int(self.counts[0].sum())
 
-class Places:
-    """Where queries and their keys are, on the device.
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """Queries, and keys, of a sequence at most."""
+        queries, keys = self.counts.max(1)
+        return int(queries), int(keys)
 
-    Attributes:
-        queries: their number.
-        query_bounds, key_bounds: int32 ``[sequences + 1]``: first query, and first key, of each sequence, and
-            all of them.
-        used: int32 ``[sequences]``: keys of each.
-        longest: queries, and keys, of a sequence at most.
-    """
-
-    def __init__(self, queries: Sequence[Queries], device: torch.device) -> None:
-        self._runs, self._device = [one.keys(one.origin, one.end) for one in queries], device
-        counts = np.array([one.tokens for one in queries])
-        keys = np.array([one.end - one.origin for one in queries])
-        self.queries, self.longest = int(counts.sum()), (int(counts.max()), int(keys.max()))
-        self.query_bounds, self.key_bounds = (
-            self._moved(np.concatenate(([0], np.cumsum(numbers)))) for numbers in (counts, keys)
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """int32 ``[sequences + 1]`` on the device: the first query, and the first key, of each sequence, and
+        the number of all."""
+        query_bounds, key_bounds = (
+            self._moved(np.concatenate(([0], np.cumsum(counts)))) for counts in self.counts
         )
-        self.used = self._moved(keys)
+        return query_bounds, key_bounds
 
     @cached_property
-    def slots(self) -> Tensor:
-        """int64 ``[keys]``: where they are."""
-        parts = [np.arange(slot, slot + tokens) for runs in self._runs for slot, tokens in runs]
-        return self._moved(np.concatenate(parts), np.int64)
+    def used(self) -> Tensor:
+        """int32 ``[sequences]`` on the device: keys of each."""
+        return self._moved(self.counts[1])
+
+    @cached_property
+    def key_slots(self) -> Tensor:
+        """int64 ``[keys]`` on the device: where they are."""
+        spans = [np.arange(slot, slot + tokens) for runs in self._runs for slot, tokens in runs]
+        return self._moved(np.concatenate(spans), np.int64)
 
     def table(self, size: int) -> Tensor:
-        """int32 ``[sequences, blocks]``: the blocks of each, of ``size`` tokens."""
+        """int32 ``[sequences, blocks]`` on the device: the blocks of each, of ``size`` tokens."""
         if self._table is None:
             rows = [
                 [np.arange(slot, slot + tokens, size) // size for slot, tokens in runs] for runs in self._runs
@@ -142,15 +146,18 @@ class Places:
             self._table = self._moved(table)
         return self._table
 
-    _table: Tensor | None = None
+    @cached_property
+    def _runs(self) -> list[list[SlotRun]]:
+        return [queries.keys(queries.origin, queries.end) for queries in self.queries]
 
     def _moved(self, numbers: NDArray[Any], dtype: Any = np.int32) -> Tensor:
-        return streams.of(self._device).moved(torch.from_numpy(numbers.astype(dtype)), self._device)
+        device = self.slots.device
+        return streams.of(device).moved(torch.from_numpy(numbers.astype(dtype)), device)
 
 
-def _before(one: Queries, window: int | None) -> list[Run]:
-    end = one.end if one.tokens == 1 else one.position
-    return one.keys(one.origin if window is None else max(one.origin, one.end - window), end)
+def _before(queries: Queries, window: int | None) -> list[SlotRun]:
+    end = queries.end if queries.tokens == 1 else queries.position
+    return queries.keys(queries.origin if window is None else max(queries.origin, queries.end - window), end)
 
 
 class Memory(ABC):
@@ -163,88 +170,90 @@ class Memory(ABC):
     def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.keys, self.values = (torch.empty((slots, *shape), dtype=dtype, device=device) for _ in range(2))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
+    ) -> Tensor:
         """Keep new keys and values, and compute attention over all that are kept.
 
         Args:
             q: ``[rows, heads, width]``.
-            k, v: ``[tokens of the step, key/value heads, width]``.
-            step: where they are.
+            k, v: ``[tokens of the batch, key/value heads, width]``.
+            arrangement: where they are.
             kernel: the layer's.
 
         Returns:
             ``[rows, heads, width]``; zeros for padding.
         """
-        self.keys.index_copy_(0, step.slots, k)
-        self.values.index_copy_(0, step.slots, v)
-        parts = self._computed(q, k, v, step, kernel)
-        missing = step.rows - (step.queries[-1].rows[1] if step.queries else 0)
+        self.keys.index_copy_(0, arrangement.slots, k)
+        self.values.index_copy_(0, arrangement.slots, v)
+        parts = self._computed(q, k, v, arrangement, kernel)
+        missing = arrangement.rows - (arrangement.queries[-1].rows[1] if arrangement.queries else 0)
         if missing:
             parts.append(q.new_zeros((missing, *q.shape[1:])))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     @abstractmethod
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
+        self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         """The attention of runs of rows, in their order."""
 
-    def _gathered(self, one: Queries, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def _gathered(self, queries: Queries, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions from ``begin`` to ``end``, ``[positions, key/value heads, width]``."""
-        runs = one.keys(begin, end)
+        runs = queries.keys(begin, end)
         k, v = (
             torch.cat([kept.narrow(0, *run) for run in runs]) if len(runs) > 1 else kept.narrow(0, *runs[0])
             for kept in (self.keys, self.values)
         )
         return k, v
 
-    def _masked(self, q: Tensor, one: Queries, kernel: AttentionKernel) -> Tensor:
+    def _masked(self, q: Tensor, queries: Queries, kernel: AttentionKernel) -> Tensor:
         """``[tokens, heads, width]`` of some queries, by plain attention under a mask."""
-        limit = one.end if kernel.window is None else kernel.window
-        begin = max(one.origin, one.position + 1 - limit)
-        k, v = self._gathered(one, begin, one.end)
+        limit = queries.end if kernel.window is None else kernel.window
+        begin = max(queries.origin, queries.position + 1 - limit)
+        k, v = self._gathered(queries, begin, queries.end)
         seen = None
-        if one.tokens > 1:
-            position = torch.arange(one.position, one.end, device=q.device)[:, None]
-            key = torch.arange(begin, one.end, device=q.device)
+        if queries.tokens > 1:
+            position = torch.arange(queries.position, queries.end, device=q.device)[:, None]
+            key = torch.arange(begin, queries.end, device=q.device)
             seen = (key <= position) & (key > position - limit)
         out = kernel.dense(_batch(q), _batch(k), _batch(v), causal=False, mask=seen)
         return out[0].transpose(0, 1)
 
 
 class HostMemory(Memory):
-    """On a CPU."""
+    """Keys and values of a layer on a CPU."""
 
     def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(slots, shape, dtype, device)
         self._keys, self._values = _batch(self.keys), _batch(self.values)
 
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
+        self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         heads, groups, width = q.shape[1], k.shape[1], q.shape[2]
         parts: list[Tensor] = []
         scale = kernel.scale
-        for alone, pairs in groupby(step.before(kernel.window), key=lambda pair: pair[0].tokens == 1):
+        for alone, pairs in groupby(arrangement.before(kernel.window), key=lambda pair: pair[0].tokens == 1):
             if not alone:
-                parts += [self._chunk(q, k, v, one, runs, kernel) for one, runs in pairs]
+                parts += [self._chunk(q, k, v, queries, runs, kernel) for queries, runs in pairs]
                 continue
-            ones = list(pairs)
-            rows = q.narrow(0, ones[0][0].rows[0], len(ones))
+            sequences = list(pairs)
+            rows = q.narrow(0, sequences[0][0].rows[0], len(sequences))
             # Each [1, key/value heads, heads of a group, width].
             grouped = rows.view(-1, 1, groups, heads // groups, width).unbind(0)
-            outputs = [self._over(one, runs, scale) for one, (_, runs) in zip(grouped, ones)]
+            outputs = [self._over(queries, runs, scale) for queries, (_, runs) in zip(grouped, sequences)]
             parts.append(torch.cat(outputs).view(-1, heads, width))
         return parts
 
-    def _over(self, q: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
-        """Of queries ``[1, heads, queries, width]`` that see all keys of some runs."""
+    def _over(self, q: Tensor, runs: Sequence[SlotRun], scale: float) -> Tensor:
+        """The attention of queries ``[1, heads, queries, width]`` over all keys of some runs."""
         if len(runs) == 1:
             (run,) = runs
             return _flash(q, self._keys.narrow(2, *run), self._values.narrow(2, *run), scale)[0]
-        return _together(self._each(q, runs, scale))
+        return _together(self._by_run(q, runs, scale))
 
-    def _each(self, q: Tensor, runs: Sequence[Run], scale: float) -> list[tuple[Tensor, Tensor]]:
+    def _by_run(self, q: Tensor, runs: Sequence[SlotRun], scale: float) -> list[tuple[Tensor, Tensor]]:
         return [_flash(q, self._keys.narrow(2, *run), self._values.narrow(2, *run), scale) for run in runs]
 
     def _chunk(
@@ -252,22 +261,22 @@ class HostMemory(Memory):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        one: Queries,
-        runs: Sequence[Run],
+        queries: Queries,
+        runs: Sequence[SlotRun],
         kernel: AttentionKernel,
     ) -> Tensor:
-        """Of a sequence's new tokens over their own keys and those before."""
-        mine, scale = q.narrow(0, one.rows[0], one.tokens), kernel.scale
-        if kernel.window is not None and one.end > kernel.window:
-            return self._masked(mine, one, kernel)
-        own = k.narrow(0, one.place, one.tokens), v.narrow(0, one.place, one.tokens)
-        batch = _batch(mine)
-        parts = [_flash(batch, _batch(own[0]), _batch(own[1]), scale, True), *self._each(batch, runs, scale)]
+        """The attention of a sequence's new tokens over their own keys and those before."""
+        new_q, scale = q.narrow(0, queries.rows[0], queries.tokens), kernel.scale
+        if kernel.window is not None and queries.end > kernel.window:
+            return self._masked(new_q, queries, kernel)
+        new_k, new_v = (x.narrow(0, queries.place, queries.tokens) for x in (k, v))
+        batch = _batch(new_q)
+        parts = [_flash(batch, _batch(new_k), _batch(new_v), scale, True), *self._by_run(batch, runs, scale)]
         return _together(parts)[0].transpose(0, 1).to(q.dtype)
 
 
 class DeviceMemory(Memory):
-    """On a GPU.
+    """Keys and values of a layer on a GPU.
 
     Attributes:
         block: tokens of a block.
@@ -280,29 +289,31 @@ class DeviceMemory(Memory):
         self.block = block
 
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
+        self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         varlen = kernel.varlen
-        if varlen is None or not step.queries:
-            return [self._masked(q.narrow(0, one.rows[0], one.tokens), one, kernel) for one in step.queries]
-        places = step.places
+        if varlen is None or not arrangement.queries:
+            return [
+                self._masked(q.narrow(0, queries.rows[0], queries.tokens), queries, kernel)
+                for queries in arrangement.queries
+            ]
         window = (kernel.window - 1 if kernel.window is not None else -1, 0)
-        rows = q.narrow(0, 0, places.queries)
+        query_bounds, key_bounds = arrangement.bounds
+        rows = q.narrow(0, 0, arrangement.tokens)
         options: dict[str, Any] = {"scale": kernel.scale, "window_size": window}
         sizes = self.block, q.shape[1], k.shape[1], q.shape[2]
         if reads_blocks(varlen, self.keys.device, self.keys.dtype, *sizes):
             keys, values = (kept.unflatten(0, (-1, self.block)) for kept in (self.keys, self.values))
-            options |= {"seqused_k": places.used, "block_table": places.table(self.block)}
+            options |= {"seqused_k": arrangement.used, "block_table": arrangement.table(self.block)}
             bounds: Tensor | None = None
         else:
-            keys, values = (kept.index_select(0, places.slots) for kept in (self.keys, self.values))
-            bounds = places.key_bounds
-        longest = places.longest
-        return [varlen(rows, keys, values, places.query_bounds, bounds, *longest, **options)]
+            keys, values = (kept.index_select(0, arrangement.key_slots) for kept in (self.keys, self.values))
+            bounds = key_bounds
+        return [varlen(rows, keys, values, query_bounds, bounds, *arrangement.longest, **options)]
 
 
 class ExactMemory(Memory):
-    """In exact arithmetic, on any device: what is kept are keys and values as
+    """The memory of exact arithmetic, on any device: keys and values are kept as
     :func:`hexad.model.exact_attention.on_grid` rounds them.
 
     Attributes:
@@ -313,53 +324,57 @@ class ExactMemory(Memory):
         super().__init__(slots, shape, dtype, device)
         self.tops = torch.empty((slots, shape[0]), device=device)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel) -> Tensor:
-        """As of any memory."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
+    ) -> Tensor:
+        """Keep new keys and values, rounded, and compute attention over all that are kept."""
         kept = on_grid(k, v)
-        self.tops.index_copy_(0, step.slots, kept.tops)
-        return super().attend(q, kept.keys, kept.values, step, kernel)
+        self.tops.index_copy_(0, arrangement.slots, kept.tops)
+        return super().attend(q, kept.keys, kept.values, arrangement, kernel)
 
     def _computed(
-        self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
+        self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
         parts: list[Tensor] = []
-        for alone, group in groupby(step.queries, key=lambda one: one.tokens == 1):
-            ones = list(group)
+        for alone, group in groupby(arrangement.queries, key=lambda queries: queries.tokens == 1):
+            sequences = list(group)
             if alone:
                 elements = k.shape[1] * k.shape[2]
-                parts += [self._together(q, some, kernel) for some in alike(ones, elements)]
+                parts += [self._together(q, some, kernel) for some in alike(sequences, elements)]
                 continue
-            for one in ones:
-                run = KeyRun(one.position, one.origin, kernel.window)
-                rows = q.narrow(0, one.rows[0], one.tokens)
+            for queries in sequences:
+                run = Run(queries.position, queries.origin, kernel.window)
+                rows = q.narrow(0, queries.rows[0], queries.tokens)
                 parts.append(
-                    attend_run(rows, self._kept(slots_of(one, one.origin), q.device), run, kernel.scale)
+                    attend_run(
+                        rows, self._kept(slots_of(queries, queries.origin), q.device), run, kernel.scale
+                    )
                 )
         return parts
 
     def _kept(self, slots: NDArray[np.int64], device: torch.device) -> Keys:
-        """What is kept at some slots, in their shape."""
+        """The keys and values at some slots, in their shape."""
         where = streams.of(device).moved(torch.from_numpy(slots.ravel()), device)
         kept = self.keys, self.values, self.tops
         return Keys(*(tensor.index_select(0, where).unflatten(0, slots.shape) for tensor in kept))
 
-    def _together(self, q: Tensor, ones: Sequence[Queries], kernel: AttentionKernel) -> Tensor:
-        """Of neighbouring sequences' single queries ``[sequences, heads, width]``."""
+    def _together(self, q: Tensor, sequences: Sequence[Queries], kernel: AttentionKernel) -> Tensor:
+        """The attention of neighbouring sequences' single queries ``[sequences, heads, width]``."""
         window, device = kernel.window, q.device
-        seen = [one.end if window is None else min(one.end, window) for one in ones]
-        slots = np.empty((len(ones), max(seen)), dtype=np.int64)
-        for line, one, count in zip(slots, ones, seen):
-            places = slots_of(one, one.end - count)
+        seen = [queries.end if window is None else min(queries.end, window) for queries in sequences]
+        slots = np.empty((len(sequences), max(seen)), dtype=np.int64)
+        for line, queries, count in zip(slots, sequences, seen):
+            places = slots_of(queries, queries.end - count)
             line[:count], line[count:] = places, places[-1]  # of padding any that are numbers
         end = streams.of(device).moved(torch.tensor(seen), device)[:, None]
         visible = Visible(torch.zeros_like(end), end, end, min(seen) == max(seen))
-        rows = q.narrow(0, ones[0].rows[0], len(ones))[:, None]
+        rows = q.narrow(0, sequences[0].rows[0], len(sequences))[:, None]
         return attend(rows.contiguous(), Wide.of(self._kept(slots, device)), visible, kernel.scale)[:, 0]
 
 
-def slots_of(one: Queries, begin: int) -> NDArray[np.int64]:
+def slots_of(queries: Queries, begin: int) -> NDArray[np.int64]:
     """Where the keys of positions from ``begin`` on are."""
-    runs = one.keys(begin, one.end)
+    runs = queries.keys(begin, queries.end)
     return np.concatenate([np.arange(slot, slot + tokens, dtype=np.int64) for slot, tokens in runs])
 
 
@@ -367,17 +382,17 @@ _KEYS = 1 << 20
 """Elements of keys that are gathered at a time, about."""
 
 
-def alike(ones: Sequence[Queries], elements: int) -> list[Sequence[Queries]]:
+def alike(sequences: Sequence[Queries], elements: int) -> list[Sequence[Queries]]:
     """Neighbouring queries in groups that are computed together, whose keys, padded to the longest, have
     about :data:`_KEYS` elements."""
     groups: list[list[Queries]] = [[]]
     longest = 0
-    for one in ones:
-        longest = max(longest, one.end)
+    for queries in sequences:
+        longest = max(longest, queries.end)
         if groups[-1] and longest * (len(groups[-1]) + 1) * elements > _KEYS:
             groups.append([])
-            longest = one.end
-        groups[-1].append(one)
+            longest = queries.end
+        groups[-1].append(queries)
     return list(groups)
 
 

@@ -29,11 +29,11 @@ def form_of(prompt: object) -> str:
     Raises:
         HexadError: neither, or both.
     """
-    given = [key for key in _FORMS if isinstance(prompt, Mapping) and key in prompt]
-    if len(given) != 1 or not isinstance(prompt[given[0]], _FORMS[given[0]]):  # type: ignore[index]
+    forms = [key for key in _FORMS if isinstance(prompt, Mapping) and key in prompt]
+    if len(forms) != 1 or not isinstance(prompt[forms[0]], _FORMS[forms[0]]):  # type: ignore[index]
         expected = 'an object with "prompt", a text or a list of ids, or "messages", a list'
         raise HexadError(f"found {shown(prompt, 100)}, expected {expected}")
-    return given[0]
+    return forms[0]
 
 
 class PromptEncoder:

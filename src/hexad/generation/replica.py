@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from math import isnan
-from typing import Any
 
 import numpy as np
 
@@ -14,57 +12,19 @@ from hexad.config import NOT_FINITE
 from hexad.dataset.text.token_text import TokenText
 from hexad.topology.mesh import Mesh
 
-from .requests import Ending, Logprob, Request, RoutedExperts, Update
-from .sampler import Choice
-from .scheduler import Part, Scheduler, Sequence, Step
+from .batch import Batch, TokenSpan
+from .messages import Add, Cancel, Stop
+from .requests import Request, RoutedExperts, Update
+from .scheduler import Scheduler
+from .sequence import Sequence
 from .text_stream import TextStream
-from .worker import Outcome, Worker
-
-
-@dataclass(eq=False)
-class _Session:
-    """A request, and what of its result was not passed on yet."""
-
-    request: Request
-    text: TextStream
-    new: int = 0
-    scores: dict[int, Logprob] = field(default_factory=dict)  # by position
-    scored: bool = False  # they were passed on
-    # Experts of the layers of one stage after the other, of tokens from a position on.
-    routing: list[tuple[int, tuple[RoutedExperts, ...]]] = field(default_factory=list)
-
-    def scores_of_prompt(self, complete: bool) -> tuple[Logprob, ...] | None:
-        """The log-probabilities of the prompt, once, when there are all."""
-        request = self.request
-        if request.prompt_logprobs is None or self.scored or not complete:
-            return None
-        self.scored = True
-        return tuple(self.scores[place] for place in range(len(request.prompt) - 1))
-
-    def experts(self) -> RoutedExperts | None:
-        """The experts of all tokens that were computed, in all layers; of a token that was computed again,
-        the later ones."""
-        if not self.request.routing:
-            return None
-        tokens, joined = len(self.request.prompt) + self.new - 1, []
-        for name in RoutedExperts._fields:
-            parts = [
-                (begin, np.concatenate([getattr(stage, name) for stage in stages], axis=1))
-                for begin, stages in self.routing
-            ]
-            whole = np.empty((tokens, *parts[0][1].shape[1:]), parts[0][1].dtype)
-            known = np.zeros(tokens, dtype=bool)
-            for begin, values in parts:
-                whole[begin : begin + len(values)], known[begin : begin + len(values)] = values, True
-            assert known.all(), "every token but the last was computed"
-            joined.append(whole)
-        return RoutedExperts(*joined)
+from .worker import Worker
 
 
 class Replica:
     """One copy of the model, as each of its ranks sees it.
 
-    The leader calls :meth:`add`, :meth:`advance` and :meth:`stop`, the others :meth:`follow`.
+    The leader calls :meth:`receive`, :meth:`advance` and :meth:`stop`, the others :meth:`follow`.
 
     Attributes:
         leads: whether this rank is the leader.
@@ -72,7 +32,7 @@ class Replica:
 
     Args:
         worker: of this rank.
-        scheduler: see there.
+        scheduler: decides what is computed.
         text: of the model's tokenizer.
         mesh: all ranks.
     """
@@ -85,30 +45,38 @@ class Replica:
         self._others = [rank for rank in ranks if rank != self._leader]
         self.leads = mesh.rank == self._leader
         self._outbox = Outbox(self._world)
-        self._sessions: dict[int, _Session] = {}
-        self._opened: list[tuple[int, Request]] = []
-        self._closed: list[int] = []
-        self._under_way: deque[tuple[int, tuple[Part, ...], Outcome | None]] = deque()
-        self._complete: list[Update] = []  # without a step
+        self._sequences: dict[int, Sequence] = {}
+        self._begun: list[Sequence] = []
+        self._ended: list[int] = []
+        self._under_way: deque[tuple[Batch, list[Update] | None]] = deque()
+        self._complete: list[Update] = []  # without a batch
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute."""
         return self.scheduler.idle and not self._under_way and not self._complete
 
+    def receive(self, message: Add | Cancel) -> None:
+        """Act on a message of the first rank, on the leader."""
+        match message:
+            case Add(number, request):
+                self.add(number, request)
+            case Cancel(number):
+                self.cancel(number)
+
     def add(self, number: int, request: Request) -> None:
         """Accept a request; ``number`` is above those before."""
-        if not request.tokens and len(request.prompt) == 1:
-            routing = self._without_tokens() if request.routing else None
+        sampling = request.sampling
+        if not sampling.tokens and len(request.prompt) == 1:
+            routing = self._without_tokens() if sampling.routing else None
             self._complete.append(Update(number, prompt_logprobs=(), ended="length", routing=routing))
             return
+        sequence = Sequence(number, request)
         decoder = self._text.decoder(request.prompt)
-        stream = TextStream(decoder, self._text.specials, request.stop, request.shown)
-        self._sessions[number] = _Session(request, stream)
-        # Nothing follows the last token of a prompt that is only scored.
-        ids = request.prompt if request.tokens else request.prompt[:-1]
-        self.scheduler.add(Sequence(number, request, list(ids)))
-        self._opened.append((number, request))
+        sequence.text = TextStream(decoder, self._text.specials, sampling.stop, request.shown)
+        self._sequences[number] = sequence
+        self.scheduler.add(sequence)
+        self._begun.append(sequence)
 
     def _without_tokens(self) -> RoutedExperts:
         """The experts of no tokens."""
@@ -118,19 +86,18 @@ class Replica:
 
     def cancel(self, number: int) -> None:
         """Forget a request."""
-        if self._sessions.pop(number, None) is not None:
+        if number in self._sequences:
             self._close(number)
 
     def advance(self) -> list[Update]:
-        """Begin the next step, and return what the oldest step under way has brought, unless it need not be
+        """Begin the next batch, and return the results of the oldest one under way, unless it need not be
         waited for."""
         if self._complete:
             updates, self._complete = self._complete, []
             return updates
         planned = self.scheduler.plan()
         if planned is not None:
-            lane, parts = planned
-            self._under_way.append((lane, parts, self._begin(Step(parts, *self._changes()))))
+            self._begin(planned)
         if not self._under_way or (planned is not None and len(self._under_way) < self.scheduler.lanes):
             return []
         return self._end()
@@ -141,105 +108,84 @@ class Replica:
         Raises:
             CommError: a rank is lost.
         """
-        stopped = False
-        while not stopped:
-            step = take(self._world, self._leader)
-            outcome, stopped = self.worker.compute(step), step.stop
-            if outcome is not None:
-                self._outbox.put(outcome, [self._leader])
+        while not isinstance(message := take(self._world, self._leader), Stop):
+            updates = self.worker.compute(message)
+            if updates is not None:
+                self._outbox.put(updates, [self._leader])
+        self.worker.forget()
         self._outbox.flush()
 
     def stop(self) -> None:
         """End what is under way, forget all requests, and let the other ranks return."""
         while self._under_way:
             self._end()
-        for number in list(self._sessions):
+        for number in list(self._sequences):
             self.cancel(number)
-        self._begin(Step((), *self._changes(), stop=True))
+        self._begun, self._ended = [], []
+        self.worker.forget()
+        self._outbox.put(Stop(), self._others)
         self._outbox.flush()
 
-    def _changes(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """Requests that are new, and numbers of those that have ended, since the step before."""
-        changes = tuple(self._opened), tuple(self._closed)
-        self._opened, self._closed = [], []
-        return changes
-
-    def _begin(self, step: Step) -> Outcome | None:
-        self._outbox.put(step, self._others)
-        return self.worker.compute(step)
+    def _begin(self, planned: Batch) -> None:
+        """Send a batch, with the sequences that are new or have ended, to the other ranks, and compute it."""
+        batch = planned._replace(begun=tuple(self._begun), ended=tuple(self._ended))
+        self._begun, self._ended = [], []
+        self._outbox.put(batch, self._others)
+        self._under_way.append((batch, self.worker.compute(batch)))
 
     def _end(self) -> list[Update]:
-        """Wait for the oldest step."""
-        lane, parts, outcome = self._under_way.popleft()
-        choices, scores = self._taken(parts, outcome)
-        self.scheduler.done(lane, parts)
-        failed = {number: choice.problem for number, choice in choices.items() if choice.token is None}
-        for number, (begin, logprobs) in scores.items():
-            if (session := self._sessions.get(number)) is not None:
-                session.scores.update(enumerate(logprobs, begin))
-            if any(isnan(one.value) for one in logprobs):
-                failed[number] = NOT_FINITE
-        updates = [self._failed(number, failed[number]) for number in failed.keys() & self._sessions.keys()]
-        others = (self._update(part, choices.get(part.number)) for part in parts)
-        return [*updates, *(update for update in others if update is not None)]
+        """Wait for the oldest batch."""
+        batch, local_updates = self._under_way.popleft()
+        updates = self._results(batch, local_updates)
+        self.scheduler.done(batch)
+        complete = (self._complete_update(span, updates.get(span.number)) for span in batch.spans)
+        return [update for update in complete if update is not None]
 
-    def _taken(
-        self, parts: tuple[Part, ...], own: Outcome | None
-    ) -> tuple[dict[int, Choice], dict[int, tuple[int, list[Logprob]]]]:
-        """The choices and the scores of a step, from the last stage, or this rank's ``own``; experts from all
-        stages go to their sessions."""
-        routed = any(part.routing for part in parts)
-        stages = self._stages if routed else self._stages[-1:]
-        outcomes: list[Outcome] = [
-            own if own is not None and rank == self._rank else take(self._world, rank) for rank in stages
-        ]
-        for number, (begin, _) in outcomes[-1].routing.items():
-            if (session := self._sessions.get(number)) is not None:
-                experts = tuple(outcome.routing[number][1] for outcome in outcomes)
-                session.routing.append((begin, experts))
-        return outcomes[-1].choices, outcomes[-1].scores
+    def _results(self, batch: Batch, local_updates: list[Update] | None) -> dict[int, Update]:
+        """The updates of a batch, from the last stage or this rank; experts of all stages are kept."""
+        routed = [span for span in batch.spans if span.routing]
+        stages: list[dict[int, Update]] = []
+        for rank in self._stages if routed else self._stages[-1:]:
+            local = rank == self._rank and local_updates is not None
+            updates = local_updates if local else take(self._world, rank)
+            stages.append({update.number: update for update in updates or ()})
+        for span in routed:
+            if (sequence := self._sequences.get(span.number)) is not None:
+                experts = (updates[span.number].routing for updates in stages)
+                sequence.routing.append((span.begin, tuple(filter(None, experts))))
+        return stages[-1]
 
-    def _failed(self, number: int, problem: str) -> Update:
-        """End a request that cannot be completed."""
-        self._sessions.pop(number)
-        self._close(number)
-        return Update(number, problem, ended="failed")
-
-    def _update(self, part: Part, choice: Choice | None) -> Update | None:
-        """What a part of a step has brought, if anything."""
-        number, session = part.number, self._sessions.get(part.number)
-        if session is None:
+    def _complete_update(self, span: TokenSpan, update: Update | None) -> Update | None:
+        """The update of a span with text, end and what is complete; None if there is nothing to report."""
+        sequence = self._sequences.get(span.number)
+        if sequence is None or update is None:
             return None
-        sequence = self.scheduler.running[number]
-        request, scores = session.request, session.scores_of_prompt(not sequence.scoring)
-        cached = sequence.cached or 0
-        if choice is None:
-            if request.tokens or sequence.scoring:
-                return None if scores is None else Update(number, prompt_logprobs=scores)
-            self._sessions.pop(number)
-            self._close(number)
-            return Update(number, prompt_logprobs=scores, ended="length", routing=session.experts())
-        assert choice.token is not None, "the request has failed"
-        self.scheduler.extend(number, choice.token)
-        session.new += 1
-        ended: Ending | None = None
-        if session.new == request.tokens:
-            ended = "length"
-        if choice.token in request.ends:
-            text, ended = "", "document"
-        else:
-            text = session.text.add(choice.token, session.new > request.min_tokens)
-        if ended is not None and not session.text.stopped:
-            text += session.text.end()
-        if session.text.stopped and ended != "document":
-            ended = "stop"
-        if ended is not None:
-            self._sessions.pop(number)
-            self._close(number)
-        logprobs = () if choice.logprob is None else (choice.logprob,)
-        routing = None if ended is None else session.experts()
-        return Update(number, text, (choice.token,), logprobs, scores, ended, cached, routing)
+        update.routing = None
+        if update.ended == "failed":
+            self._close(span.number)
+            return update
+        if update.prompt_logprobs is not None:
+            if any(isnan(logprob.value) for logprob in update.prompt_logprobs):
+                self._close(span.number)
+                return Update(span.number, NOT_FINITE, ended="failed")
+            sequence.prompt_logprobs.update(enumerate(update.prompt_logprobs, span.begin))
+        update.prompt_logprobs = sequence.complete_prompt_logprobs()
+        if update.tokens:
+            (token,) = update.tokens
+            self.scheduler.extend(sequence, token)
+            update.text, update.ended = sequence.append_text(token)
+            update.cached = sequence.cached or 0
+        elif not (sequence.request.sampling.tokens or sequence.scoring):
+            update.ended = "length"
+        elif update.prompt_logprobs is None:
+            return None
+        if update.ended is not None:
+            self._close(span.number)
+            update.routing = sequence.experts()
+        return update
 
     def _close(self, number: int) -> None:
+        """Forget a sequence that has ended."""
+        del self._sequences[number]
         self.scheduler.remove(number)
-        self._closed.append(number)
+        self._ended.append(number)

@@ -4,10 +4,8 @@ A sequence's random numbers follow from its seed, its prompt and the number of t
 computed beside it: see :func:`~hexad.generation.requests.streams`.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections import abc
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +13,8 @@ from torch import Tensor
 from hexad.config import NOT_FINITE
 from hexad.parallel import exact
 
-from .requests import Logprob, Request, drawn, streams
+from .requests import Logprob, Update, drawn, streams
+from .sequence import Sequence
 
 
 class Constraint(Protocol):
@@ -30,37 +29,6 @@ class Constraint(Protocol):
         ...
 
 
-class Choice(NamedTuple):
-    """A token that was chosen, and how likely it was, if that is wanted; or why none can be."""
-
-    token: int | None
-    logprob: Logprob | None = None
-    problem: str = ""
-
-
-@dataclass(eq=False)
-class _State:
-    """What choices for a sequence depend on besides its logits."""
-
-    request: Request
-    key: int
-    constraint: Constraint | None
-    new: int = 0
-    seen: Counter[int] = field(default_factory=Counter)  # in the new text
-    problem: str = ""  # why no token can be chosen
-
-    @property
-    def plain(self) -> bool:
-        """Whether the model's logits are used as they are."""
-        sampling = self.request.sampling
-        return not (sampling.logit_bias or sampling.penalised or self.constraint or self.early)
-
-    @property
-    def early(self) -> bool:
-        """Whether the text may not end yet."""
-        return self.new < self.request.min_tokens
-
-
 class Sampler:
     """Chooses tokens, on the first rank of the last stage.
 
@@ -71,96 +39,98 @@ class Sampler:
 
     def __init__(self, constrain: Any = None, exactly: bool = False) -> None:
         self._constrain, self.exactly = constrain, exactly
-        self._states: dict[int, _State] = {}
 
-    def open(self, number: int, request: Request) -> None:
-        """Prepare for a sequence."""
-        key = request.key
-        if key is None:
-            (key,) = streams(request.sampling.seed, [request.sample], request.prompt)
-        constraint = None if request.grammar is None else self._constrain(request.grammar)
-        self._states[number] = _State(request, key, constraint)
+    def prepare(self, sequence: Sequence) -> None:
+        """Prepare a new sequence."""
+        request = sequence.request
+        if request.key is None:
+            (sequence.key,) = streams(request.sampling.seed, [request.sample], request.prompt)
+        else:
+            sequence.key = request.key
+        if request.sampling.grammar is not None:
+            sequence.constraint = self._constrain(request.sampling.grammar)
 
-    def close(self, number: int) -> None:
-        """Forget a sequence."""
-        self._states.pop(number, None)
-
-    def scoring(self, number: int) -> int | None:
-        """How many of the most likely tokens are wanted beside each of a prompt's."""
-        return self._states[number].request.prompt_logprobs
-
-    def choose(self, logits: Tensor, numbers: Sequence[int]) -> list[Choice]:
-        """The next token of each sequence, which from now on is part of it; None where logits are not finite,
-        or where a grammar is too complex.
+    def choose(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Update]:
+        """Choose the next token of each sequence, which from now on is part of it. An update says that the
+        sequence has failed where logits are not finite, or where a grammar is too complex.
 
         Args:
             logits: ``[sequences, vocab]``, in at least float32.
-            numbers: of the sequences.
+            sequences: prepared ones.
         """
-        states = [self._states[number] for number in numbers]
         changed = logits
-        if not all(state.plain for state in states):
+        if not all(sequence.plain for sequence in sequences):
             changed = logits.clone()
-            for row, state in zip(changed, states):
-                self._change(row, state)
+            for row, sequence in zip(changed, sequences):
+                self._change(row, sequence)
         tokens = changed.argmax(-1)
-        random = [row for row, state in enumerate(states) if state.request.sampling.temperature > 0]
+        random = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
         if random:
             rows = torch.tensor(random, device=logits.device)
-            tokens[rows] = _sampled(changed[rows], [states[row] for row in random])
+            tokens[rows] = _sampled(changed[rows], [sequences[row] for row in random])
         # A logit of -inf alone is a token that cannot follow.
         chosen = torch.where(logits.amax(-1).isfinite(), tokens, -1).tolist()
-        logprobs: list[Logprob | None] = [None] * len(states)
-        wanted = [row for row, state in enumerate(states) if state.request.logprobs is not None]
-        if wanted:
-            rows, counts = (
-                torch.tensor(wanted, device=logits.device),
-                [states[r].request.logprobs for r in wanted],
-            )
-            made = log_probabilities(logits[rows], tokens[rows], counts, self.exactly)
-            for row, logprob in zip(wanted, made):
-                logprobs[row] = logprob
-        for state, token in zip(states, chosen):
-            if token < 0:
-                state.problem = state.problem or NOT_FINITE
-            if state.problem:
-                continue
-            state.new += 1
-            state.seen[token] += 1
-            if state.constraint is not None:
-                state.constraint.accept(token)
+        logprobs = self._logprobs(logits, tokens, sequences)
         return [
-            Choice(None, None, state.problem) if state.problem else Choice(token, logprob)
-            for state, token, logprob in zip(states, chosen, logprobs)
+            _chosen(sequence, token, logprob) for sequence, token, logprob in zip(sequences, chosen, logprobs)
         ]
 
-    def _change(self, row: Tensor, state: _State) -> None:
-        """Add what a request adds to its logits ``[vocab]``, in place."""
-        sampling = state.request.sampling
+    def _logprobs(
+        self, logits: Tensor, tokens: Tensor, sequences: abc.Sequence[Sequence]
+    ) -> list[tuple[Logprob, ...]]:
+        """The log-probability of each sequence's token, where it is returned."""
+        logprobs: list[tuple[Logprob, ...]] = [()] * len(sequences)
+        counts = [sequence.request.sampling.logprobs for sequence in sequences]
+        returned = [row for row, count in enumerate(counts) if count is not None]
+        if returned:
+            rows = torch.tensor(returned, device=logits.device)
+            limits = [counts[row] for row in returned]
+            values = log_probabilities(logits[rows], tokens[rows], limits, self.exactly)
+            for row, logprob in zip(returned, values):
+                logprobs[row] = (logprob,)
+        return logprobs
+
+    def _change(self, row: Tensor, sequence: Sequence) -> None:
+        """Apply the settings of a sequence to its logits ``[vocab]``, in place."""
+        request, counts = sequence.request, sequence.counts
+        sampling = request.sampling
         if sampling.logit_bias:
             biased, biases = zip(*sampling.logit_bias)
             row[list(biased)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
         if sampling.repetition_penalty != 1:
-            ids = torch.tensor(sorted({*state.request.prompt, *state.seen}), device=row.device)
+            ids = torch.tensor(sorted({*request.prompt, *counts}), device=row.device)
             values, penalty = row[ids], sampling.repetition_penalty
             row[ids] = torch.where(values > 0, values / penalty, values * penalty)
-        if state.seen and (sampling.presence_penalty or sampling.frequency_penalty):
-            ids, counts = (torch.tensor(part, device=row.device) for part in zip(*sorted(state.seen.items())))
-            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(row.dtype)
-        if state.early and state.request.ends:
-            row[sorted(end for end in state.request.ends if end < len(row))] = -torch.inf
-        if state.constraint is not None:
-            allowed = state.constraint.allowed(row.device)
+        if counts and (sampling.presence_penalty or sampling.frequency_penalty):
+            ids, times = (torch.tensor(part, device=row.device) for part in zip(*sorted(counts.items())))
+            row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * times.to(row.dtype)
+        if sequence.early and request.ends:
+            row[sorted(end for end in request.ends if end < len(row))] = -torch.inf
+        if sequence.constraint is not None:
+            allowed = sequence.constraint.allowed(row.device)
             if allowed is None:
-                state.problem = "the grammar of the text is too complex"
+                sequence.problem = "the grammar of the text is too complex"
             else:
                 row.masked_fill_(~allowed[: len(row)], -torch.inf)
 
 
-def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
+def _chosen(sequence: Sequence, token: int, logprobs: tuple[Logprob, ...]) -> Update:
+    """The update of a sequence that a token was chosen for; a negative one: its logits are not finite."""
+    if token < 0:
+        sequence.problem = sequence.problem or NOT_FINITE
+    if sequence.problem:
+        return Update(sequence.number, sequence.problem, ended="failed")
+    sequence.chosen += 1
+    sequence.counts[token] += 1
+    if sequence.constraint is not None:
+        sequence.constraint.accept(token)
+    return Update(sequence.number, tokens=(token,), logprobs=logprobs)
+
+
+def _sampled(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:
     """int64 ``[sequences]``: tokens drawn from logits ``[sequences, vocab]``, by the inverse of the
     cumulative distribution."""
-    settings = [state.request.sampling for state in states]
+    settings = [sequence.request.sampling for sequence in sequences]
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
@@ -187,21 +157,21 @@ def _sampled(logits: Tensor, states: Sequence[_State]) -> Tensor:
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
     sums = probabilities.cumsum(-1, dtype=torch.float64)
     total = sums[:, -1:]
-    place = column([drawn(state.key, state.new) for state in states]) * total
+    place = column([drawn(sequence.key, sequence.chosen) for sequence in sequences]) * total
     # Below the total even if that product is rounded up: the last token with a probability then.
     place = torch.minimum(place, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, place, right=True).squeeze(1).clamp_(max=vocab - 1)
 
 
 def log_probabilities(
-    logits: Tensor, tokens: Tensor, counts: Sequence[int | None], exactly: bool = False
+    logits: Tensor, tokens: Tensor, counts: abc.Sequence[int | None], exactly: bool = False
 ) -> list[Logprob]:
-    """How likely given tokens are.
+    """The log-probabilities of tokens.
 
     Args:
         logits: ``[rows, vocab]``, in at least float32.
         tokens: int64 ``[rows]``.
-        counts: of the most likely tokens that are wanted beside each.
+        counts: how many of the most likely tokens are returned beside each.
         exactly: the bits do not depend on the other rows, see :mod:`hexad.parallel.exact`.
     """
     values = exact.log_softmax(logits) if exactly else logits.log_softmax(-1)

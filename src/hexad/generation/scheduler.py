@@ -1,94 +1,21 @@
 """Which tokens are computed next: continuous batching (Yu et al., Orca, OSDI 2022) with prompts in chunks
 between the tokens of others (Agrawal et al., Sarathi-Serve, arXiv 2403.02310). No torch.
 
-Sequences join and leave at every step. A step has one token of each running sequence, then as much of the
+Sequences join and leave at every batch. A batch has one token of each running sequence, then as much of the
 prompts that are not complete, in their order, as its budget of tokens allows. Where no block of the cache
 is free, the sequence that was admitted last is preempted: its blocks are freed, and it is recomputed later.
 
-With pipeline stages the sequences are divided into as many lanes, whose steps follow each other through the
-stages: a lane's next step begins when the tokens of its last one are known.
+With pipeline stages the sequences are divided into as many lanes, whose batches follow each other through the
+stages: a lane's next batch begins when the tokens of its last one are known.
 """
 
-from collections import abc, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from .blocks import BlockPool, Run, Table
-from .requests import Request
-
-
-class Part(NamedTuple):
-    """The tokens of one sequence in a step.
-
-    Attributes:
-        number: of the sequence.
-        tokens: their ids.
-        begin: position of the first.
-        length: tokens of the sequence, by which LongRoPE chooses its frequencies.
-        runs: where the keys from position ``origin`` on are, up to these tokens' own.
-        origin: position of the first token whose keys are kept.
-        draws: whether the sequence's next token is drawn after the last one.
-        targets: with log-probabilities of the prompt, the token that follows each of these; else none.
-        routing: the experts of the tokens are wanted.
-    """
-
-    number: int
-    tokens: tuple[int, ...]
-    begin: int
-    length: int
-    runs: tuple[Run, ...]
-    origin: int = 0
-    draws: bool = False
-    targets: tuple[int, ...] = ()
-    routing: bool = False
-
-
-class Step(NamedTuple):
-    """What all ranks of a replica compute next.
-
-    Attributes:
-        parts: the tokens, by sequence.
-        opened: requests of the sequences that are new, by number.
-        closed: numbers of sequences that have ended since the step before.
-        stop: whether no other step follows.
-    """
-
-    parts: tuple[Part, ...] = ()
-    opened: tuple[tuple[int, Request], ...] = ()
-    closed: tuple[int, ...] = ()
-    stop: bool = False
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request on its way.
-
-    Attributes:
-        number: of the request.
-        request: what is wanted.
-        ids: of the prompt and of what was drawn.
-        computed: tokens whose keys are in the cache, or will be after the steps under way.
-        table: their blocks; None while it waits.
-        lane: of its steps.
-        scored: positions of the prompt whose log-probability was computed.
-        cached: tokens of the prompt that others had computed; None before it has run.
-    """
-
-    number: int
-    request: Request
-    ids: list[int]
-    computed: int = 0
-    table: Table | None = None
-    lane: int = 0
-    scored: int = 0
-    cached: int | None = None
-
-    @property
-    def scoring(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
-        request = self.request
-        return request.prompt_logprobs is not None and self.scored < len(request.prompt) - 1
+from .batch import Batch, TokenSpan
+from .blocks import BlockPool
+from .sequence import Sequence
 
 
 @dataclass(eq=False)
@@ -97,8 +24,8 @@ class Scheduler:
 
     Attributes:
         pool: the cache's blocks.
-        lanes: steps under way at once.
-        batch_tokens: tokens of a step at most.
+        lanes: batches under way at once.
+        batch_tokens: tokens of a batch at most.
         most: sequences that run at once.
         window: of attention; None where a token sees all before it.
         switch: tokens from which on LongRoPE has other frequencies, with which all keys are computed again;
@@ -116,7 +43,7 @@ class Scheduler:
     preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self._busy: set[int] = set()  # lanes with a step under way
+        self._busy: set[int] = set()  # lanes with a batch under way
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence behind those that wait."""
@@ -134,37 +61,32 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not self.waiting and not self.running
 
-    def plan(self) -> tuple[int, tuple[Part, ...]] | None:
-        """The lane and the parts of the next step; None where nothing can be computed, or not before a step
-        under way is done."""
+    def plan(self) -> Batch | None:
+        """The next batch; None where nothing can be computed, or not before a batch under way is done."""
         self._admit()
         for lane in sorted(set(range(self.lanes)) - self._busy, key=self._oldest_of):
-            parts = tuple(self._parts(lane))
-            if parts:
+            spans = tuple(self._spans(lane))
+            if spans:
                 self._busy.add(lane)
-                return lane, parts
+                return Batch(spans, lane)
         return None
 
-    def done(self, lane: int, parts: abc.Sequence[Part]) -> None:
-        """Note that a step's tokens are computed; drawn ones are added by :meth:`extend` afterwards."""
-        self._busy.discard(lane)
-        for part in parts:
-            sequence = self.running.get(part.number)
+    def done(self, batch: Batch) -> None:
+        """Note that a batch's tokens are computed; chosen ones are added by :meth:`extend` afterwards."""
+        self._busy.discard(batch.lane)
+        for span in batch.spans:
+            sequence = self.running.get(span.number)
             if sequence is None or sequence.table is None:
                 continue
             self.pool.keep(sequence.table, sequence.ids, sequence.computed, self._regime(sequence))
             if self.window is not None:
                 self.pool.drop(sequence.table, sequence.computed + 1 - self.window)
 
-    def extend(self, number: int, token: int) -> Sequence | None:
-        """Add a drawn token to its sequence, and return that; None if it was removed."""
-        sequence = self.running.get(number)
-        if sequence is None:
-            return None
+    def extend(self, sequence: Sequence, token: int) -> None:
+        """Add a chosen token to a running sequence."""
         sequence.ids.append(token)
         if self.switch and len(sequence.ids) == self.switch + 1:
             self._restart(sequence)
-        return sequence
 
     def _regime(self, sequence: Sequence) -> bytes:
         return b"long" if self.switch and len(sequence.ids) > self.switch else b""
@@ -181,7 +103,8 @@ class Scheduler:
         )
         while self.waiting and len(self.running) < self.most:
             sequence = self.waiting[0]
-            regime, reuse = self._regime(sequence), not (sequence.scoring or sequence.request.routing)
+            regime = self._regime(sequence)
+            reuse = not (sequence.scoring or sequence.request.sampling.routing)
             table = self.pool.start(sequence.ids, sequence.request.longest, regime, reuse)
             missing = self.pool.needed(len(sequence.ids) + 1) - len(table.blocks)
             if self.running and missing + unfilled > self.pool.available:
@@ -198,8 +121,8 @@ class Scheduler:
             sequence.lane = counts.index(min(counts))
             self.running[sequence.number] = sequence
 
-    def _parts(self, lane: int) -> Iterator[Part]:
-        """The parts of a lane's step: first those of sequences that only lack their last token."""
+    def _spans(self, lane: int) -> Iterator[TokenSpan]:
+        """The spans of a lane's batch: first those of sequences that only lack their last token."""
         budget = self.batch_tokens
         sequences = [sequence for sequence in self.running.values() if sequence.lane == lane]
         sequences.sort(key=lambda sequence: len(sequence.ids) - sequence.computed > 1)
@@ -215,9 +138,9 @@ class Scheduler:
             else:
                 budget -= end - begin
                 planned.add(sequence.number)
-                yield self._part(sequence, end)
+                yield self._span(sequence, end)
 
-    def _part(self, sequence: Sequence, end: int) -> Part:
+    def _span(self, sequence: Sequence, end: int) -> TokenSpan:
         begin, request, table = sequence.computed, sequence.request, sequence.table
         assert table is not None
         sequence.computed = end
@@ -225,20 +148,20 @@ class Scheduler:
         if sequence.scoring:
             targets = tuple(request.prompt[begin + 1 : end + 1])
             sequence.scored = max(sequence.scored, min(end, len(request.prompt) - 1))
-        return Part(
+        return TokenSpan(
             sequence.number,
             tuple(sequence.ids[begin:end]),
             begin,
             len(sequence.ids),
             self.pool.runs(table, end),
             table.dropped * self.pool.size,
-            end == len(sequence.ids) and request.tokens > 0,
+            end == len(sequence.ids) and request.sampling.tokens > 0,
             targets,
-            request.routing,
+            request.sampling.routing,
         )
 
     def _preempt(self, sequence: Sequence, planned: set[int]) -> bool:
-        """Take the blocks of the sequence that was admitted last, if that was after ``sequence`` and no step
+        """Take the blocks of the sequence that was admitted last, if that was after ``sequence`` and no batch
         under way or planned needs them; returns whether there was one."""
         for other in reversed(self.running.values()):
             if other is sequence:

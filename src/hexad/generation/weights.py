@@ -69,8 +69,8 @@ class Weights:
             if not shard.exact and module in self._absorbed:
                 continue  # of which attention reads heads
             axis = shard.tensor if isinstance(module, RowParallelLinear) else self._alone
-            made = exact.weight_on_grid(weight.data, dtype, axis) if shard.exact else packed(weight.data)
-            setattr(module, name, nn.Parameter(made, requires_grad=False))
+            form = exact.weight_on_grid(weight.data, dtype, axis) if shard.exact else packed(weight.data)
+            setattr(module, name, nn.Parameter(form, requires_grad=False))
             if weight is not tied:
                 weight.data = weight.data.new_empty(0)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,7 +23,6 @@ from hexad.config.schema import InferenceSettings
 
 from ..grammars import json_schema
 from ..prompts import Prompt
-from ..requests import Request as TextRequest
 from ..requests import Update
 from .access import SMALL, ClientLeft, Guard, Room, body, parsed
 from .errors import ContextExceeded, Refused, about, refusal, too_many
@@ -37,8 +36,6 @@ T = TypeVar("T")
 
 _THREADS = 3
 """Small requests that are prepared at once, and as many large ones."""
-_ID_BYTES, _LOGPROB_BYTES = 80, 160
-"""What the server keeps of a token: its id, in the request and in the sequence; a log-probability."""
 _MOST_NAMES = 50
 """Unknown fields that are logged."""
 
@@ -121,7 +118,7 @@ def make_app(service: Service, name: str, positions: int, access: Access) -> Gua
 
 
 class _Pages:
-    """What both kinds of requests need."""
+    """The answers to both kinds of requests."""
 
     def __init__(self, service: Service, name: str, positions: int, strict: bool) -> None:
         self.service, self.name, self.positions, self._strict = service, name, positions, strict
@@ -152,16 +149,14 @@ class _Pages:
             async with body(request.scope, request.receive, self._largest, self._room) as content:
                 # Long texts take a while, in which other streams must not stop.
                 threads = self._threads if len(content) <= SMALL else self._others
-                prepared = await loop.run_in_executor(threads, self._prepared, kind, content)
+                texts = await loop.run_in_executor(threads, self._texts, kind, content)
         except HexadError as error:
             raise refusal(error) from None
         except ClientLeft:
             return Response(status_code=499)
-        for ids in prepared.prompts:
+        for ids in texts.prompts:
             self.service.metrics.prompt(len(ids))
-        generator, stream = self.service.generator, self._stream(prepared)
-        texts = Texts(prepared.form, prepared.requests, prepared.prompts, generator.text, self.name)
-        streaming = prepared.form.body.stream
+        stream, streaming = self._stream(texts), texts.form.body.stream
         try:
             first = await _unless_left(request, anext(stream))
             if first is not None and not streaming:
@@ -177,22 +172,22 @@ class _Pages:
         if streaming:
             return EventStream(texts.events(first, stream))
         # Naming the tokens of long prompts takes a while, too.
-        threads = self._threads if prepared.size <= SMALL else self._others
+        threads = self._threads if texts.size <= SMALL else self._others
         answered = await loop.run_in_executor(threads, texts.content)
         return Response(answered, media_type="application/json")
 
-    async def _stream(self, prepared: _Prepared) -> AsyncIterator[tuple[int, Update]]:
-        """The updates of requests, which take room until they end."""
-        with self._room.taken(prepared.size):
-            stream = self.service.stream(prepared.requests)
+    async def _stream(self, texts: Texts) -> AsyncIterator[tuple[int, Update]]:
+        """The updates of texts, which take room until they end."""
+        with self._room.taken(texts.size):
+            stream = self.service.stream(texts.requests)
             try:
                 async for entry in stream:
                     yield entry
             finally:
                 await stream.aclose()  # type: ignore[attr-defined]
 
-    def _prepared(self, kind: type[CompletionRequest] | type[ChatRequest], content: bytes) -> _Prepared:
-        """The requests to the generator.
+    def _texts(self, kind: type[CompletionRequest] | type[ChatRequest], content: bytes) -> Texts:
+        """The texts that a request asks for, with their requests to the generator.
 
         Raises:
             HexadError: names the field that cannot be used.
@@ -209,20 +204,20 @@ class _Pages:
             constraints.check(asked[1], asked[0])
         encoded = [self._ids(prompt, n, body) for n, prompt in enumerate(prompts)]
         longest = max(map(len, encoded))
-        settings = body.wanted(self._limit - longest, None if asked is None else asked[1])
-        if longest + settings.tokens > self._limit:
-            raise self._exceeded(body, longest, settings.tokens)
-        plain = self.service.generator.requests([{"prompt": [*ids]} for ids in encoded], settings)
+        sampling = body.sampling(self._limit - longest, None if asked is None else asked[1])
+        if longest + sampling.tokens > self._limit:
+            raise self._exceeded(body, longest, sampling.tokens)
+        plain = self.service.generator.requests([{"prompt": [*ids]} for ids in encoded], sampling)
         ends = [self.service.generator.encoder.ends(prompt) for prompt in prompts]
         requests = [
             replace(
                 request,
-                ends=request.ends | (frozenset() if settings.ignore_eos else ends[number]),
+                ends=request.ends | (frozenset() if sampling.ignore_eos else ends[number]),
                 shown=request.shown | shown,
             )
             for number, _, request in plain
         ]
-        return _Prepared(form, requests, encoded, _bytes(encoded, requests, bool(body.stream)))
+        return Texts(form, requests, encoded, self.service.generator.text, self.name)
 
     def _ids(self, prompt: Prompt, number: int, body: Body) -> tuple[int, ...]:
         """The ids of a prompt, if it is not too long."""
@@ -300,35 +295,8 @@ class _Pages:
             raise too_many("as many requests wait as may")
 
 
-class _Prepared(NamedTuple):
-    """What a request asks of the generator.
-
-    Attributes:
-        form: of the answer.
-        requests: by prompt and sample.
-        prompts: ids of each.
-        size: bytes that the server keeps until the end, about.
-    """
-
-    form: CompletionForm | ChatForm
-    requests: list[TextRequest]
-    prompts: list[tuple[int, ...]]
-    size: int
-
-
-def _bytes(prompts: Sequence[Sequence[int]], requests: Sequence[TextRequest], streaming: bool) -> int:
-    """What the server keeps of some requests."""
-    size = sum(map(len, prompts)) * _ID_BYTES
-    for request in requests:
-        if request.prompt_logprobs is not None:
-            size += len(request.prompt) * (1 + request.prompt_logprobs) * _LOGPROB_BYTES
-        if request.logprobs is not None and not streaming:
-            size += request.tokens * (1 + request.logprobs) * _LOGPROB_BYTES
-    return size
-
-
 async def _unless_left(request: Request, work: Awaitable[T]) -> T | None:
-    """What some work returns; None if the client leaves before, which cancels it."""
+    """The result of some work; None if the client leaves before, which cancels it."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:

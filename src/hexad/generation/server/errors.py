@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 from hexad.config import ConfigError, HexadError
 
 _FIELDS = {"tokens:": "max_tokens:", "samples:": "n:", "schema:": "response_format:"}
-"""What requests call the options of commands."""
+"""The fields of requests for options of commands."""
 
 
 class Refused(Exception):

@@ -25,6 +25,8 @@ from .protocol import ChatRequest, CompletionRequest
 from .service import Failed, Unavailable
 from .tools import Call, ToolFormat, ToolReader
 
+_ID_BYTES, _LOGPROB_BYTES = 80, 160
+"""What the server keeps of a token: its id, in the request and in the sequence; a log-probability."""
 _PIECE = 512
 """Elements of a list that are written as JSON at once: meanwhile no other thread runs."""
 
@@ -282,18 +284,20 @@ class _Text:
 
     def likelihood(self) -> float:
         """The mean of its tokens' log-probabilities."""
-        values = [one.value for one in self.logprobs]
+        values = [logprob.value for logprob in self.logprobs]
         return sum(values) / len(values) if values else 0.0
 
 
 class Texts:
     """The texts of one request, in its form.
 
-    Args:
+    Attributes:
         form: of the request.
         requests: those of the generator, in the order of prompts and samples.
-        prompts: ids of each.
-        tokens: of the tokenizer.
+        prompts: ids of the prompts.
+
+    Args:
+        tokens: the texts of the tokenizer's tokens.
         name: of the model.
     """
 
@@ -305,7 +309,7 @@ class Texts:
         tokens: TokenText,
         name: str,
     ) -> None:
-        self._form, self._prompts = form, prompts
+        self.form, self.requests, self.prompts = form, requests, prompts
         self._texts = [_Text(request.prompt, tokens) for request in requests]
         self._samples = len(requests) // len(prompts)
         # Choices that are the same are computed once.
@@ -315,6 +319,18 @@ class Texts:
             "created": int(time.time()),
             "model": name,
         }
+
+    @property
+    def size(self) -> int:
+        """Bytes that the server keeps of them until the end, about."""
+        size = sum(map(len, self.prompts)) * _ID_BYTES
+        for request in self.requests:
+            sampling = request.sampling
+            if sampling.prompt_logprobs is not None:
+                size += len(request.prompt) * (1 + sampling.prompt_logprobs) * _LOGPROB_BYTES
+            if sampling.logprobs is not None and not self.form.body.stream:
+                size += sampling.tokens * (1 + sampling.logprobs) * _LOGPROB_BYTES
+        return size
 
     async def read(self, first: tuple[int, Update], stream: AsyncIterator[tuple[int, Update]]) -> None:
         """Take all updates."""
@@ -331,26 +347,26 @@ class Texts:
     def content(self) -> bytes:
         """The answer in one piece, as JSON."""
         choices: list[dict[str, Any]] = []
-        for prompt in range(len(self._prompts)):
+        for prompt in range(len(self.prompts)):
             texts = self._texts[prompt * self._samples : (prompt + 1) * self._samples]
             best = sorted(texts, key=_Text.likelihood, reverse=True) if self._many else texts
-            for text in best[: self._form.body.choices]:
-                choice = self._form.choice(prompt, text)
+            for text in best[: self.form.body.choices]:
+                choice = self.form.choice(prompt, text)
                 choices += [{"index": len(choices) + copy, **choice} for copy in range(self._copies)]
-        head = {**self._head, "object": self._form.object[0]}
+        head = {**self._head, "object": self.form.object[0]}
         document = {**head, "choices": choices, "usage": self._usage()}
         return "".join(_pieces(document)).encode(errors="backslashreplace")
 
     @property
     def _many(self) -> bool:
         """Whether more texts are computed than are answered."""
-        return self._samples > self._form.body.choices
+        return self._samples > self.form.body.choices
 
     async def events(
         self, first: tuple[int, Update], stream: AsyncIterator[tuple[int, Update]]
     ) -> AsyncIterator[bytes]:
         """The answer in events."""
-        options = self._form.body.stream_options
+        options = self.form.body.stream_options
         usage = options is not None and bool(options.include_usage)
         try:
             for chunk in await self._events(first, usage):
@@ -369,7 +385,7 @@ class Texts:
 
     async def _events(self, entry: tuple[int, Update], usage: bool) -> list[bytes]:
         place, update = entry
-        echo = isinstance(self._form, CompletionForm) and self._form.body.echo
+        echo = isinstance(self.form, CompletionForm) and self.form.body.echo
         if update.prompt_logprobs is None and (not echo or self._texts[place].begun):
             return self._chunks(entry, usage)
         # Naming the tokens of a long prompt takes a while, in which others must not stop.
@@ -378,9 +394,9 @@ class Texts:
     def _chunks(self, entry: tuple[int, Update], usage: bool) -> list[bytes]:
         place, update = entry
         text, first = self._texts[place], place * self._copies
-        deltas = self._form.deltas(place // self._samples, update, text)
+        deltas = self.form.deltas(place // self._samples, update, text)
         text.add(update)
-        options = self._form.body.stream_options
+        options = self.form.body.stream_options
         counts: dict[str, Any] = {"usage": None} if usage else {}
         if options is not None and options.continuous_usage_stats:
             counts = {"usage": self._usage()}
@@ -391,10 +407,10 @@ class Texts:
         ]
 
     def _chunk(self, choices: list[Any], counts: dict[str, Any]) -> bytes:
-        return _event({**self._head, "object": self._form.object[1], "choices": choices, **counts})
+        return _event({**self._head, "object": self.form.object[1], "choices": choices, **counts})
 
     def _usage(self) -> dict[str, Any]:
-        prompt, new = sum(map(len, self._prompts)), sum(text.tokens for text in self._texts) * self._copies
+        prompt, new = sum(map(len, self.prompts)), sum(text.tokens for text in self._texts) * self._copies
         first = self._texts[:: self._samples]  # of each prompt's samples
         return {
             "prompt_tokens": prompt,

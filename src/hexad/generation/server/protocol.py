@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -20,14 +20,14 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    create_model,
 )
 
 from hexad.config import ConfigError, HexadError, shown
 
 from ..grammars import of_choices, of_lark, of_regex, of_schema, schema_text
 from ..prompts import Prompt
-from ..requests import MOST_LOGPROBS, Sampling
-from ..texts import Wanted
+from ..sampling import MOST_LOGPROBS, UNRESTRICTED, Sampling, settings
 from .errors import encodable
 
 Number = StrictInt | StrictFloat
@@ -54,7 +54,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 class StreamOptions(BaseModel):
-    """What a stream contains besides text."""
+    """The options of a stream."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -63,25 +63,39 @@ class StreamOptions(BaseModel):
     include_obfuscation: StrictBool | None = None
 
 
-class _Common(BaseModel):
-    """What both kinds of requests have in common. Lists and objects are checked by :meth:`check`: a validator
-    of their elements would describe each that is wrong."""
+class _Addressed(BaseModel):
+    """The model that a request is for, and its number of new tokens."""
 
     model_config = ConfigDict(extra="allow")
-    unsupported: ClassVar[Mapping[str, str]] = {}
 
     model: StrictStr
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: StrictInt | None = None
-    min_p: Number | None = None
-    repetition_penalty: Number | None = None
-    presence_penalty: Number | None = None
-    frequency_penalty: Number | None = None
-    logit_bias: Any = None
-    seed: StrictInt | None = None
-    stop: Any = None
+
+
+_SAME_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids", "skip_special_tokens"),
+)
+"""Settings of :class:`~hexad.generation.sampling.Sampling` that are fields of the same name."""
+_FIELD_TYPES: dict[Any, Any] = {float: Number, int: StrictInt, bool: StrictBool}
+"""The types of fields by those of settings. Lists and objects are checked by :meth:`_Common.check`: a
+validator of their elements would describe every one that is wrong."""
+if TYPE_CHECKING:
+    _WithSettings = _Addressed
+else:
+    _WithSettings = create_model(
+        "_WithSettings",
+        __base__=_Addressed,
+        **{name: (_FIELD_TYPES.get(settings()[name][0], Any) | None, None) for name in _SAME_NAMES},
+    )
+
+
+class _Common(_WithSettings):
+    """The fields of both kinds of requests."""
+
+    unsupported: ClassVar[Mapping[str, str]] = {}
+
     n: Annotated[StrictInt, Field(ge=1, le=_MOST_CHOICES)] | None = None
     best_of: Annotated[StrictInt, Field(ge=1, le=_MOST_CHOICES)] | None = None
     stream: StrictBool | None = None
@@ -92,10 +106,6 @@ class _Common(BaseModel):
     guided_regex: StrictStr | None = None
     guided_choice: Any = None
     guided_grammar: StrictStr | None = None
-    ignore_eos: StrictBool | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
-    stop_token_ids: Any = None
-    skip_special_tokens: StrictBool | None = None
 
     def check(self) -> list[str]:
         """Refuse what is not supported.
@@ -116,7 +126,8 @@ class _Common(BaseModel):
             if not self.stream:
                 raise ConfigError("stream_options", "found without stream: true; remove it")
             unknown += [f"stream_options.{name}" for name in self.stream_options.model_extra or {}]
-        bias, stop = self.logit_bias, self.stop
+        values = self._settings()
+        bias, stop, ids = (values.get(name) for name in ("logit_bias", "stop", "stop_token_ids"))
         if bias is not None and (not isinstance(bias, dict) or len(bias) > _MOST_BIASES):
             expected = f"expected at most {_MOST_BIASES:,} numbers by token id"
             raise ConfigError("logit_bias", f"found {shown(bias)}, {expected}")
@@ -124,8 +135,8 @@ class _Common(BaseModel):
             raise ConfigError("stop", f"found {shown(stop)}, expected a text or a list of texts")
         if isinstance(stop, list) and any(not isinstance(text, str) for text in stop[:_MOST_FIELDS]):
             raise ConfigError("stop", f"found {shown(stop)}, expected a text or a list of texts")
-        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, list):
-            raise ConfigError("stop_token_ids", f"found {shown(self.stop_token_ids)}, expected a list of ids")
+        if ids is not None and not isinstance(ids, list):
+            raise ConfigError("stop_token_ids", f"found {shown(ids)}, expected a list of ids")
         if self.best_of is not None:
             if self.best_of < self.choices:
                 raise ConfigError("best_of", f"found {self.best_of}, expected at least n, {self.choices}")
@@ -133,25 +144,9 @@ class _Common(BaseModel):
                 raise ConfigError("best_of", "found with stream: true: the best are known at the end")
         return unknown
 
-    def sampling(self) -> Sampling:
-        """How tokens are chosen; as at OpenAI at temperature 1, with random numbers of its own without a
-        seed."""
-        names = "top_p top_k min_p repetition_penalty presence_penalty frequency_penalty".split()
-        values = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if values.get("top_k") == -1:  # all, as in vLLM
-            values["top_k"] = 0
-        seed = secrets.randbelow(2**63) if self.seed is None else self.seed & (2**63 - 1)
-        temperature = 1.0 if self.temperature is None else self.temperature
-        if temperature == 0:  # these choose among random ones
-            values = {
-                name: value for name, value in values.items() if name not in ("top_p", "top_k", "min_p")
-            }
-        try:
-            bias = tuple((int(token), float(value)) for token, value in (self.logit_bias or {}).items())
-        except (ValueError, OverflowError, TypeError):
-            problem = f"found {shown(self.logit_bias)}, expected numbers by token id"
-            raise ConfigError("logit_bias", problem) from None
-        return Sampling(temperature=temperature, seed=seed, logit_bias=bias, **values)
+    def _settings(self) -> dict[str, Any]:
+        """The settings that the request has."""
+        return {name: value for name in _SAME_NAMES if (value := getattr(self, name)) is not None}
 
     @property
     def choices(self) -> int:
@@ -163,23 +158,31 @@ class _Common(BaseModel):
         """Texts that are computed for each prompt, of which the best are the choices."""
         return max(self.choices, self.best_of or 1)
 
-    def _wanted(
-        self, tokens: int, logprobs: int | None, scored: int | None, grammar: str | None = None
-    ) -> Wanted:
-        """The settings of the generation; texts that would be the same are computed once."""
-        sampling = self.sampling()
-        return Wanted(
-            tokens,
-            sampling,
-            samples=1 if sampling.temperature == 0 else self.samples,
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+    def _sampling(
+        self, tokens: int, logprobs: int | None, prompt_logprobs: int | None, grammar: str | None
+    ) -> Sampling:
+        """The settings of the generation. As at OpenAI, the temperature is 1, and the seed another one every
+        time, if the request has none. Texts that would be the same are computed once."""
+        values = {"temperature": 1.0, "seed": secrets.randbelow(2**63), **self._settings()}
+        values["seed"] &= 2**63 - 1
+        if values.get("top_k") == -1:  # all, as in vLLM
+            values["top_k"] = 0
+        if values["temperature"] == 0:
+            values |= UNRESTRICTED
+        bias, stop = values.get("logit_bias", {}), values.get("stop", ())
+        try:
+            values["logit_bias"] = tuple((int(token), float(value)) for token, value in bias.items())
+        except (ValueError, OverflowError, TypeError):
+            raise ConfigError("logit_bias", f"found {shown(bias)}, expected numbers by token id") from None
+        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+        return Sampling(
+            **values,
+            tokens=tokens,
+            samples=1 if values["temperature"] == 0 else self.samples,
             logprobs=0 if logprobs is None and self.samples > self.choices else logprobs,
-            prompt_logprobs=scored,
+            prompt_logprobs=prompt_logprobs,
             grammar=grammar,
-            min_tokens=self.min_tokens or 0,
-            ignore_eos=bool(self.ignore_eos),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            skip_special_tokens=self.skip_special_tokens is not False,
         )
 
     def grammar(self) -> tuple[str, str] | None:
@@ -296,15 +299,15 @@ class CompletionRequest(_Common):
         begins = {} if self.add_special_tokens is not False else {"add_special_tokens": False}
         return [{"prompt": text, **begins} for text in texts]
 
-    def wanted(self, room: int, grammar: str | None = None) -> Wanted:
-        """What is to be generated; ``room``: tokens that the model has room for."""
+    def sampling(self, room: int, grammar: str | None = None) -> Sampling:
+        """The settings of the generation; ``room``: tokens that the model has room for."""
         tokens = 16 if self.max_tokens is None else self.max_tokens
         scored = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             scored = max(self.logprobs, scored or 0)
         if tokens == 0 and scored is None:
             scored = 0  # nothing else is computed
-        return self._wanted(tokens, self.logprobs, scored, grammar)
+        return self._sampling(tokens, self.logprobs, scored, grammar)
 
 
 class ChatRequest(_Common):
@@ -409,11 +412,11 @@ class ChatRequest(_Common):
                 prompt[name] = value
         return [prompt]
 
-    def wanted(self, room: int, grammar: str | None = None) -> Wanted:
-        """What is to be generated; ``room``: tokens that the model has room for."""
+    def sampling(self, room: int, grammar: str | None = None) -> Sampling:
+        """The settings of the generation; ``room``: tokens that the model has room for."""
         limits = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         tokens = limits[0] if limits else max(1, room)
-        return self._wanted(tokens, (self.top_logprobs or 0) if self.logprobs else None, None, grammar)
+        return self._sampling(tokens, (self.top_logprobs or 0) if self.logprobs else None, None, grammar)
 
 
 Body = CompletionRequest | ChatRequest

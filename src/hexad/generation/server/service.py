@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from hexad.comm import CommError
 
@@ -22,11 +23,16 @@ _TURN = 0.5
 
 
 class Busy(Exception):
-    """As many requests wait as may."""
+    """The queue of requests is full."""
 
 
 class Unavailable(Exception):
     """The generator has stopped, or a rank is lost."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """The last message to a stream that is not complete: the generator has stopped or failed."""
 
 
 class Failed(Exception):
@@ -50,7 +56,7 @@ class Service:
         self.failure: BaseException | None = None
         self._most = queue
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queues: dict[int, asyncio.Queue[Update]] = {}
+        self._queues: dict[int, asyncio.Queue[Update | Interrupted]] = {}
         self._running = self._stopping = False
         self._failed: list[asyncio.Event] = []
         self._thread = threading.Thread(target=self._work, name="hexad-generator", daemon=True)
@@ -110,7 +116,7 @@ class Service:
             raise Unavailable("the server is stopping or has failed")
         if len(requests) > self.room:
             raise Busy
-        queue: asyncio.Queue[Update] = asyncio.Queue()
+        queue: asyncio.Queue[Update | Interrupted] = asyncio.Queue()
         numbers: dict[int, int] = {}
         for place, request in enumerate(requests):
             number = front.submit(request)
@@ -120,7 +126,7 @@ class Service:
         try:
             while numbers:
                 update = await queue.get()
-                if update.number == _FAILED.number:
+                if isinstance(update, Interrupted):
                     stopping = self.failure is None
                     raise Unavailable("the server is stopping" if stopping else "the server has failed")
                 now = time.monotonic()
@@ -167,10 +173,7 @@ class Service:
     def _end(self) -> None:
         """Let all streams end, after a failure or a stop."""
         for queue in {id(queue): queue for queue in self._queues.values()}.values():
-            queue.put_nowait(_FAILED)
+            queue.put_nowait(Interrupted())
         if self.failure is not None:
             for event in self._failed:
                 event.set()
-
-
-_FAILED = Update(-1)

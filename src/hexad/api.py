@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from hexad.config import Config, HexadError, pythonic
+from hexad.config import Config, HexadError
 from hexad.engine.evaluation import Progress, Score, evaluate_weights
 from hexad.engine.scoring import Scorer, beyond_positions, check_sequence
 from hexad.generation.generator import Generator
@@ -77,9 +77,8 @@ def generate(
     Raises:
         HexadError: the model, a prompt or a setting cannot be used.
     """
-    with pythonic():
-        prompt_list(prompts)
-        sampling_of(settings)
+    prompt_list(prompts)
+    sampling_of(settings)
     with Generator(source, overrides) as generator:
         return generator.generate(prompts, **settings)
 

@@ -7,9 +7,10 @@ import click
 import pytest
 
 from hexad.cli.generate import generate
+from hexad.cli.options import option
 from hexad.config import ConfigError
 from hexad.generation.files import digest
-from hexad.generation.sampling import Sampling, option, settings
+from hexad.generation.sampling import Sampling, settings
 from hexad.generation.texts import Settings, sampling_of
 
 
@@ -56,7 +57,7 @@ def test_fields_of_requests_reach_the_settings() -> None:
     assert body.sampling(100) == expected
     for name, value in {"min_p": 2, "top_k": -2, "min_tokens": -1, "presence_penalty": 3}.items():
         wrong = read(CompletionRequest, {"model": "m", "prompt": "a", name: value})
-        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: found {value}, expected "):
+        with pytest.raises(ConfigError, match=f"{name}: found {value}, expected "):
             wrong.sampling(100)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hexad.config import ConfigError, HexadError, json_text
-from hexad.generation.sampling import CHOICE_SETTINGS, MOST_LOGPROBS, Sampling, option, settings
+from hexad.generation.sampling import CHOICE_SETTINGS, MOST_LOGPROBS, Sampling, settings
 
 from .options import (
     Command,
@@ -21,6 +21,7 @@ from .options import (
     exactly,
     json_option,
     nproc_option,
+    option,
     overrides_argument,
     run_ranks,
 )

@@ -142,6 +142,11 @@ def start_local(
     return fail(message, status=outcome.status) if message else outcome.status
 
 
+def option(name: str) -> str:
+    """The option for an argument of a Python function."""
+    return f"--{name.replace('_', '-')}"
+
+
 def in_options(message: str, command: click.Command | None) -> str:
     """A message with options in the place of the names of a command's arguments, or of those of a group's
     commands, see :class:`~hexad.config.HexadError`."""

@@ -1,7 +1,5 @@
 """One tree of typed settings, its file format, and the errors a user can cause."""
 
-from contextlib import nullcontext as pythonic  # SHIM
-
 from .errors import (
     USER_ERROR,
     AgreedError,
@@ -29,7 +27,3 @@ from .load import (
 )
 from .numbers import NOT_FINITE, json_text
 from .schema import Config
-
-
-def in_python(e):
-    return e  # SHIM

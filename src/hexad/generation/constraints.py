@@ -62,7 +62,7 @@ class Constraints:
         self._lock = threading.Lock()
         self._compiled = lru_cache(maxsize=_KEPT)(self._begun)
 
-    def check(self, grammar: str, field: str = "--schema") -> None:
+    def check(self, grammar: str, field: str = "schema") -> None:
         """Compile a grammar; ``field`` is the setting that it follows from, for messages.
 
         Raises:
@@ -84,7 +84,7 @@ class Constraints:
             problem = " ".join(matcher.get_error().split())[:200]
             raise ConfigError(field, f"found one that cannot be used: {problem}")
 
-    def named(self, field: str = "--schema") -> dict[str, int]:
+    def named(self, field: str = "schema") -> dict[str, int]:
         """The ids of tokens that grammars have to name, by their text: no other tokens spell it. ``field`` is
         the setting that asks for a grammar.
 
@@ -133,7 +133,7 @@ class Constraints:
         guide, tokenizer = _package(), self._tokenizer
         end = tokenizer.eod
         if end is None:
-            raise ConfigError("--schema", f"{tokenizer.name} has no token that ends a text")
+            raise ConfigError("schema", f"{tokenizer.name} has no token that ends a text")
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return guide.LLTokenizer(tokenizer.backend.to_str(), n_vocab=self._vocab, eos_token=end)
         if isinstance(tokenizer, TiktokenTokenizer):
@@ -142,9 +142,7 @@ class Constraints:
             return lltokenizer_from_encoding(tokenizer.backend, n_vocab=self._vocab, eos_token=end)
         if isinstance(tokenizer, ByteTokenizer):
             return guide.LLTokenizer(guide.TokenizerWrapper(_Bytes(end)), n_vocab=self._vocab)
-        raise ConfigError(
-            "--schema", f"cannot be used with {tokenizer.name}, a tokenizer of {tokenizer.kind}"
-        )
+        raise ConfigError("schema", f"cannot be used with {tokenizer.name}, a tokenizer of {tokenizer.kind}")
 
 
 class _Bytes:
@@ -159,7 +157,7 @@ class _Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def _package(field: str = "--schema") -> Any:
+def _package(field: str = "schema") -> Any:
     try:
         import llguidance
     except ImportError:

@@ -38,7 +38,7 @@ def read_prompts(file: str) -> Iterator[dict[str, Any]]:
         with sys.stdin if file == "-" else readable(file).open(encoding="utf-8", newline="\n") as lines:
             yield from parse_prompts(lines, name)
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(f"--prompts: {name}: cannot be read: {one_line(error)}") from None
+        raise HexadError(f"``prompts``: {name}: cannot be read: {one_line(error)}") from None
 
 
 def parse_prompts(lines: Iterator[str] | Any, name: str) -> Iterator[dict[str, Any]]:
@@ -49,11 +49,11 @@ def parse_prompts(lines: Iterator[str] | Any, name: str) -> Iterator[dict[str, A
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise HexadError(f"--prompts: {name}:{number}: not JSON: {error}") from None
+            raise HexadError(f"``prompts``: {name}:{number}: not JSON: {error}") from None
         try:
             form_of(entry)
         except HexadError as error:
-            raise HexadError(f"--prompts: {name}:{number}: {error}") from None
+            raise HexadError(f"``prompts``: {name}:{number}: {error}") from None
         yield entry
 
 
@@ -124,7 +124,7 @@ class TextFile:
             self._file = open(self._path, "ab+")  # noqa: SIM115 (closed by __exit__)
             if acquire(self._file, 0.0) is False:
                 problem = "another process adds texts to it; wait until that has ended, or give another file"
-                raise HexadError(f"--output: {self._path}: {problem}")
+                raise HexadError(f"``output``: {self._path}: {problem}")
             self._read()
         except OSError as error:
             raise self._unwritable(error) from None
@@ -144,7 +144,7 @@ class TextFile:
                 if not complete and line.startswith(b'{"'):
                     return
             problem = "not a line that 'hexad generate' has written; give another file"
-            raise HexadError(f"--output: {self._path}:{number}: {problem}")
+            raise HexadError(f"``output``: {self._path}:{number}: {problem}")
 
     def check(self, digests: set[str]) -> None:
         """Check that the file has no texts but those of some digests, and remove an incomplete last line.
@@ -154,8 +154,8 @@ class TextFile:
         """
         if other := len(self.known - digests):
             raise HexadError(
-                f"--output: {self._path}: {other} of its {len(self.known)} texts belong to other prompts or "
-                "settings; give another file, or remove it"
+                f"``output``: {self._path}: {other} of its {len(self.known)} texts belong to other prompts "
+                "or settings; give another file, or remove it"
             )
         self._file.truncate(self._complete)
 
@@ -186,4 +186,4 @@ class TextFile:
                 raise self._unwritable(error) from None
 
     def _unwritable(self, error: OSError) -> HexadError:
-        return HexadError(f"--output: {self._path}: cannot be written: {one_line(error)}")
+        return HexadError(f"``output``: {self._path}: cannot be written: {one_line(error)}")

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from hexad.checkpoint.directory import different_setting
 from hexad.comm import agreed, from_first
-from hexad.config import ConfigError, HexadError, listed_overrides, pythonic
+from hexad.config import ConfigError, HexadError, listed_overrides
 from hexad.dataset.text.token_text import TokenText
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
@@ -194,8 +194,7 @@ class Generator:
             texts = [text for _, text in self.written(requests)]
             return sorted(texts, key=lambda text: (text.number, text.sample))
 
-        with pythonic():
-            return self.shared(texts)
+        return self.shared(texts)
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Do something on the first rank only, which computes nothing; returns what it returns, on every
@@ -282,7 +281,7 @@ class Generator:
                 experts are to be returned by a model without.
         """
         if request.sampling.routing and not self._model.model.expert_layers:
-            raise ConfigError("--routing", "found true, but the model has no experts (model.moe)")
+            raise ConfigError("routing", "found true, but the model has no experts (model.moe)")
         positions, longest = self.saved.positions, request.longest
         texts = f"{len(request.prompt)} prompt tokens and {request.sampling.tokens} new ones exceed"
         if longest > positions and not self._warned:
@@ -290,10 +289,10 @@ class Generator:
             limit = f"the model was made for {positions} (model.max_positions)"
             self.warn(f"prompt and new tokens reach {longest} positions, {limit}")
         if longest > (most := self.saved.most_positions or longest):
-            raise ConfigError("--tokens", f"{texts} the model's {most} positions")
+            raise ConfigError("tokens", f"{texts} the model's {most} positions")
         if longest > self.capacity:
             problem = f"{texts} the cache's {self.capacity} tokens (inference.cache_tokens)"
-            raise ConfigError("--tokens", problem)
+            raise ConfigError("tokens", problem)
         switch = self.scheduler.switch
         if self._model.shard.exact and len(request.prompt) <= switch < longest:
             other = f"other rotary frequencies apply to texts of more than {switch} tokens, all of whose"
@@ -301,7 +300,7 @@ class Generator:
         for token, _ in request.sampling.logit_bias:
             if token >= self._model.vocab:
                 known = f"the model's vocabulary is {self._model.vocab}"
-                raise ConfigError("--logit-bias", f"found token {token}, but {known}")
+                raise ConfigError("logit_bias", f"found token {token}, but {known}")
 
     def written(
         self, requests: Iterable[tuple[int, Prompt, Request]]
@@ -339,8 +338,7 @@ class Generator:
             requests = self.requests(prompts, Sampling(tokens=0, prompt_logprobs=top, routing=routing))
             return sorted((text for _, text in self.written(requests)), key=lambda text: text.number)
 
-        with pythonic():
-            return self.shared(scored)
+        return self.shared(scored)
 
     def close(self) -> None:
         """Leave the world."""

@@ -25,7 +25,7 @@ def schema_text(schema: object) -> str:
             raise ValueError(f"found {tree!r:.60}, expected an object")
         return json.dumps(tree)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError("--schema", f"is not a JSON schema: {error}") from None
+        raise ConfigError("schema", f"is not a JSON schema: {error}") from None
 
 
 def of_schema(schema: Mapping[str, Any] | str) -> str:

@@ -83,7 +83,7 @@ class PromptEncoder:
         else:
             ids = self._encoded(self._rendered(prompt, name), name)  # the template begins the text
         if not ids:
-            raise HexadError(f"--prompt: {name}: found no tokens, expected at least one")
+            raise HexadError(f"``prompt``: {name}: found no tokens, expected at least one")
         vocab = int(self._saved.config.model.vocab)
         if not 0 <= min(ids) <= max(ids) < vocab:
             wrong = next(token for token in ids if not 0 <= token < vocab)
@@ -96,7 +96,7 @@ class PromptEncoder:
 
     def _rendered(self, prompt: Prompt, name: str) -> str:
         """The text of a conversation."""
-        check_messages("messages", prompt["messages"], f"--prompts: {name}", self.template)
+        check_messages("messages", prompt["messages"], f"``prompts``: {name}", self.template)
         if self.template is None:
             tokenizer = self._saved.config.data.tokenizer
             problem = f"{tokenizer} has no chat template for the messages of {name}"
@@ -145,7 +145,7 @@ class PromptEncoder:
         except (
             UnicodeEncodeError
         ):  # half of a surrogate pair, or bytes on the command line that are not UTF-8
-            raise HexadError(f"--prompt: {name} is not Unicode text: {ascii(text)[:60]}") from None
+            raise HexadError(f"``prompt``: {name} is not Unicode text: {ascii(text)[:60]}") from None
         return self._tokenizer.encode(text)
 
 

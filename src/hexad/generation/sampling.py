@@ -164,34 +164,34 @@ class Sampling:
             known = isinstance(token, int) and token >= 0 and isinstance(bias, int | float)
             if not known or not -_MOST_BIAS <= bias <= _MOST_BIAS:
                 expected = f"ids with numbers from {-_MOST_BIAS} to {_MOST_BIAS}"
-                raise ConfigError("--logit-bias", f"found {token}: {bias}, expected {expected}")
+                raise ConfigError("logit_bias", f"found {token}: {bias}, expected {expected}")
         if not self.tokens and self.prompt_logprobs is None:
             expected = settings()["tokens"][1].expected
-            raise ConfigError("--tokens", f"found {self.tokens!r}, expected {expected}")
+            raise ConfigError("tokens", f"found {self.tokens!r}, expected {expected}")
         if self.samples > 1 and self.temperature == 0:
-            problem = "with --temperature 0, where all are the same; set one above 0"
-            raise ConfigError("--samples", f"found {self.samples} {problem}")
+            problem = "with ``temperature`` 0, where all are the same; set one above 0"
+            raise ConfigError("samples", f"found {self.samples} {problem}")
         self._check_stop()
         if not 0 <= self.min_tokens <= self.tokens:
             problem = f"found {self.min_tokens!r}, expected 0 to tokens, {self.tokens}"
-            raise ConfigError("--min-tokens", problem)
+            raise ConfigError("min_tokens", problem)
         ids = self.stop_token_ids
         if len(ids) > _MOST_STOP_IDS or not all(type(token) is int and token >= 0 for token in ids):
             expected = f"expected at most {_MOST_STOP_IDS:,} ids"
-            raise ConfigError("--stop-token-ids", f"found {ids!r:.60}, {expected}")
+            raise ConfigError("stop_token_ids", f"found {ids!r:.60}, {expected}")
 
     def _check_stop(self) -> None:
         """Check the texts before which a text ends."""
         if len(self.stop) > _MOST_STOPS or max(map(len, map(str, self.stop)), default=0) > _LONGEST_STOP:
             limits = f"{_MOST_STOPS} texts of {_LONGEST_STOP} characters"
-            raise ConfigError("--stop", f"found {len(self.stop)} texts, expected at most {limits}")
+            raise ConfigError("stop", f"found {len(self.stop)} texts, expected at most {limits}")
         if "" in self.stop:
-            raise ConfigError("--stop", "found an empty text; leave it out")
+            raise ConfigError("stop", "found an empty text; leave it out")
         for text in self.stop:
             try:
                 text.encode()
             except (AttributeError, UnicodeEncodeError):
-                raise ConfigError("--stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
+                raise ConfigError("stop", f"found {ascii(text)[:60]}, which is not Unicode text") from None
 
     @property
     def penalised(self) -> bool:
@@ -223,11 +223,6 @@ UNRESTRICTED: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """The settings that restrict sampling, with the values that do not, which temperature 0 needs."""
 
 
-def option(name: str) -> str:
-    """The command's option for a setting."""
-    return f"--{name.replace('_', '-')}"
-
-
 def restricted_with_temperature(sampling: Sampling) -> Sampling:
     """The settings, after a check that restrictions of sampling have a temperature.
 
@@ -237,8 +232,8 @@ def restricted_with_temperature(sampling: Sampling) -> Sampling:
     if sampling.temperature == 0:
         for name, unrestricted in UNRESTRICTED.items():
             if (value := getattr(sampling, name)) != unrestricted:
-                problem = f"found {value} with temperature 0, which takes the likeliest token; raise it"
-                raise ConfigError(option(name), problem)
+                problem = f"found {value} with ``temperature`` 0, which takes the likeliest token; raise it"
+                raise ConfigError(name, problem)
     return sampling
 
 
@@ -253,4 +248,4 @@ def _check(name: str, value: Any, kind: Any, setting: Setting) -> None:
     else:
         return
     if not valid:
-        raise ConfigError(option(name), f"found {value!r:.60}, expected {expected}")
+        raise ConfigError(name, f"found {value!r:.60}, expected {expected}")

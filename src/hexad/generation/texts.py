@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
-from hexad.config import ConfigError, HexadError, counted, did_you_mean, in_python
+from hexad.config import ConfigError, HexadError, counted, did_you_mean
 
 from .grammars import of_schema, schema_text
 from .prompts import Prompt, PromptEncoder
@@ -91,19 +91,19 @@ def with_settings(sampling: Sampling, settings: Mapping[str, Any]) -> Sampling:
     if "logit_bias" in values:
         bias = values["logit_bias"]
         if not isinstance(bias, Mapping):
-            raise ConfigError("--logit-bias", f"found {bias!r:.60}, expected numbers by token id")
+            raise ConfigError("logit_bias", f"found {bias!r:.60}, expected numbers by token id")
         values["logit_bias"] = tuple((_id(token), value) for token, value in bias.items())
     if values.get("temperature") == 0:
         values = {**UNRESTRICTED, **values}
     if "stop" in values:
         stop = values["stop"]
         if not isinstance(stop, str | list | tuple):
-            raise ConfigError("--stop", f"found {stop!r:.60}, expected a text or a list of texts")
+            raise ConfigError("stop", f"found {stop!r:.60}, expected a text or a list of texts")
         values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "stop_token_ids" in values:
         ids = values["stop_token_ids"]
         if not isinstance(ids, list | tuple):
-            raise ConfigError("--stop-token-ids", f"found {ids!r:.60}, expected a list of ids")
+            raise ConfigError("stop_token_ids", f"found {ids!r:.60}, expected a list of ids")
         values["stop_token_ids"] = tuple(ids)
     if values.get("schema") is not None:
         values["schema"] = schema_text(values["schema"])
@@ -127,7 +127,7 @@ def sampling_of_prompt(sampling: Sampling, prompt: Prompt, name: str = "prompt")
     try:
         return with_settings(sampling, settings) if settings else sampling
     except HexadError as error:
-        raise HexadError(f"{name}: {in_python(error)}") from None
+        raise HexadError(f"{name}: {error}") from None
 
 
 def requests_of(prompt: Prompt, sampling: Sampling, encoder: PromptEncoder, name: str) -> list[Request]:

@@ -231,7 +231,7 @@ class _Pages:
             raise
         except HexadError as error:
             field = "messages" if isinstance(body, ChatRequest) else "prompt"
-            text = str(error).removeprefix("--prompts: ").removeprefix("--prompt: ")
+            text = str(error).removeprefix("prompts: ").removeprefix("prompt: ")
             raise about(field, text.removeprefix(f"{name}: ") if field == "messages" else text) from None
         if len(ids) > self._limit:
             raise self._exceeded(body, len(ids))

@@ -53,8 +53,8 @@ class ContextExceeded(ConfigError):
 def refusal(error: HexadError) -> Refused:
     """The answer to a request that cannot be used."""
     code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
-    param = _in_fields(f"{error.field}:").rstrip(":") if isinstance(error, ConfigError) else None
-    return Refused(400, _in_fields(str(error)), param=param, code=code)
+    error = error.worded(lambda name: _FIELDS.get(name, name))
+    return Refused(400, str(error), param=error.field if isinstance(error, ConfigError) else None, code=code)
 
 
 def about(field: str, text: str) -> ConfigError:
@@ -68,14 +68,3 @@ def about(field: str, text: str) -> ConfigError:
 def too_many(text: str) -> Refused:
     """The answer to a request for which there is no room now."""
     return Refused(429, f"{text}; try again", "rate_limit_error", code="rate_limit_exceeded")
-
-
-def _in_fields(text: str) -> str:
-    """A message about an option of a command, as one about a field."""
-    if text.startswith("--"):
-        option, _, rest = text.partition(":")
-        text = f"{option.removeprefix('--').replace('-', '_')}:{rest}"
-    for option, field in _FIELDS.items():
-        if text.startswith(option):
-            return field + text.removeprefix(option)
-    return text

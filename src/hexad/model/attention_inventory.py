@@ -386,7 +386,7 @@ class AttentionSpec(AttentionCoreSpec):
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max(self.repeated(run, recomputed), self.out.exact(run)) if run.exact else 0
+        return max(self.repeated(run, recomputed), self.out.products_forward(run)) if run.exact else 0
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out; the output is not there yet."""
@@ -395,8 +395,8 @@ class AttentionSpec(AttentionCoreSpec):
         rotated = q + k if self._computed else 0
         rotation = run.function((q + k) // run.byte) - q
         if "rotated" in recomputed:
-            return max(self.qkv.exact(run) - q, rotated + max(rotation, core))
-        return max(self.qkv.exact(run) - q - rotated, rotation, core)
+            return max(self.qkv.products_forward(run) - q, rotated + max(rotation, core))
+        return max(self.qkv.products_forward(run) - q - rotated, rotation, core)
 
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
@@ -405,7 +405,7 @@ class AttentionSpec(AttentionCoreSpec):
         rotated = q + k if self._computed else 0
         deferred = split and not self.out.set_aside(run, split)
         product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
-        out = gathered + max(self.out.eight_bits(run), q + product)
+        out = gathered + max(self.out.input_gradient(run), q + product)
         moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
         # Recomputed queries and keys; the gradients of all three.
         operands = deferred and self.out.trained

@@ -141,11 +141,11 @@ class BranchSpec(ABC):
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max((linear.exact(run) for linear in self.linears), default=0)
+        return max((linear.products_forward(run) for linear in self.linears), default=0)
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out: its result is not used."""
-        return max((linear.exact(run) for linear in self.linears[:-1]), default=0)
+        return max((linear.products_forward(run) for linear in self.linears[:-1]), default=0)
 
     @abstractmethod
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:

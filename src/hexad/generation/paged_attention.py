@@ -1,12 +1,13 @@
-"""Attention of some tokens of several sequences over paged keys, those of the tokens before them included.
+"""Attention of some tokens of several sequences over paged keys, those of the tokens before them included,
+by the methods that :mod:`hexad.parallel.attention_choice` chooses:
 
-- CPUs: PyTorch's flash attention, once for each run of keys that are neighbours, and once for a sequence's
-  own new tokens; outputs are merged by their log-sum-exp. The query heads that share a key head are
-  computed as so many queries of one head, so that each key is read once.
-- GPUs, 16-bit formats: PyTorch's ``varlen_attn``, one call for all sequences, which reads the blocks by their
-  table where it can; else keys are gathered first.
-- GPUs, other formats: a call for each sequence.
-- Exact arithmetic: :mod:`hexad.model.exact_attention`; sequences with one new token together.
+- ``CPU_FLASH``: once for each run of keys that are neighbours, and once for a sequence's own new tokens;
+  outputs are merged by their log-sum-exp. The query heads that share a key head are computed as so many
+  queries of one head, so that each key is read once.
+- ``VARLEN``: one call for all sequences, which reads the blocks by their table where it can; else keys are
+  gathered first.
+- ``SDPA``: a call for each sequence, under a mask.
+- ``EXACT``: :mod:`hexad.model.exact_attention`; sequences with one new token together.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.exact_attention import Keys, Visible, Wide, attend, attend_run, on_grid
 from hexad.model.exact_attention import Run as KeyRun
+from hexad.parallel.attention_choice import AttentionMethod, choose_attention
 from hexad.parallel.context.attention import merge_
 
 from .blocks import Run
@@ -95,6 +97,16 @@ class Arrangement:
         if window not in self._seen:
             self._seen[window] = [(one, _before(one, window)) for one in self.queries]
         return self._seen[window]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, the new ones included."""
+        return max((one.end for one in self.queries), default=0)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every sequence has one new token."""
+        return all(one.tokens == 1 for one in self.queries)
 
     @cached_property
     def places(self) -> Places:
@@ -257,12 +269,12 @@ class HostMemory(Memory):
         kernel: AttentionKernel,
     ) -> Tensor:
         """Of a sequence's new tokens over their own keys and those before."""
-        mine, scale = q.narrow(0, one.rows[0], one.tokens), kernel.scale
-        if kernel.window is not None and one.end > kernel.window:
-            return self._masked(mine, one, kernel)
-        own = k.narrow(0, one.place, one.tokens), v.narrow(0, one.place, one.tokens)
-        batch = _batch(mine)
-        parts = [_flash(batch, _batch(own[0]), _batch(own[1]), scale, True), *self._each(batch, runs, scale)]
+        rows, scale = q.narrow(0, one.rows[0], one.tokens), kernel.scale
+        if choose_attention(kernel.cached_facts(q, True, "keys", one.end, False)) is AttentionMethod.SDPA:
+            return self._masked(rows, one, kernel)
+        batch = _batch(rows)
+        new_keys, new_values = (_batch(new.narrow(0, one.place, one.tokens)) for new in (k, v))
+        parts = [_flash(batch, new_keys, new_values, scale, True), *self._each(batch, runs, scale)]
         return _together(parts)[0].transpose(0, 1).to(q.dtype)
 
 
@@ -282,10 +294,13 @@ class DeviceMemory(Memory):
     def _computed(
         self, q: Tensor, k: Tensor, v: Tensor, step: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
-        varlen = kernel.varlen
-        if varlen is None or not step.queries:
+        if not step.queries:
+            return []
+        facts = kernel.cached_facts(q, False, "keys", step.longest, step.single)
+        if choose_attention(facts) is not AttentionMethod.VARLEN:
             return [self._masked(q.narrow(0, one.rows[0], one.tokens), one, kernel) for one in step.queries]
-        places = step.places
+        places, varlen = step.places, kernel.varlen
+        assert varlen is not None
         window = (kernel.window - 1 if kernel.window is not None else -1, 0)
         rows = q.narrow(0, 0, places.queries)
         options: dict[str, Any] = {"scale": kernel.scale, "window_size": window}

@@ -40,7 +40,7 @@ class Experts(ShardedModule):
         self.arithmetic = shard.arithmetic.unrounded
         static = on_device(shard.device, shard.dtype) and self.arithmetic.batched
         ranks = shard.experts
-        kind = inventory.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
+        kind = inventory.routing.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
         if ranks.axis.size > 1:
             check_kind(kind, shard.device)
         self.dispatcher = Dispatcher(
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, inventory: ExpertsSpec, shard: Shard, layer: int) -> None:
         super().__init__()
         self.shard = shard
-        self.router = Router(inventory.router, shard, layer)
+        self.router = Router(inventory.routing.router, shard, layer)
         self.experts = Experts(inventory, shard, layer)
         self.shared: FeedForward | None = None
         self.shared_gate: SharedGate | None = None

@@ -17,9 +17,9 @@ from hexad.parallel.contributions import applied, weight_gradient
 from hexad.parallel.sharding import Shard, ShardedModule
 
 from . import exact_ops
-from .experts_inventory import RouterSpec
 from .positions import Geometry
 from .replay import Chosen, with_weights
+from .routing_inventory import RouterSpec
 
 
 class Routing(NamedTuple):

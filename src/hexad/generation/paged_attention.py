@@ -250,7 +250,7 @@ class HostMemory(Memory):
         return parts
 
     def _over(self, q: Tensor, runs: Sequence[Run], scale: float) -> Tensor:
-        """Of queries ``[1, heads, queries, width]`` that see all keys of some runs."""
+        """Attention of queries ``[1, heads, queries, width]`` that see all keys of some runs."""
         if len(runs) == 1:
             (run,) = runs
             return _flash(q, self._keys.narrow(2, *run), self._values.narrow(2, *run), scale)[0]
@@ -268,7 +268,7 @@ class HostMemory(Memory):
         runs: Sequence[Run],
         kernel: AttentionKernel,
     ) -> Tensor:
-        """Of a sequence's new tokens over their own keys and those before."""
+        """Attention of a sequence's new tokens over their own keys and those before."""
         rows, scale = q.narrow(0, one.rows[0], one.tokens), kernel.scale
         if choose_attention(kernel.cached_facts(q, True, "keys", one.end, False)) is AttentionMethod.SDPA:
             return self._masked(rows, one, kernel)
@@ -353,13 +353,13 @@ class ExactMemory(Memory):
         return parts
 
     def _kept(self, slots: NDArray[np.int64], device: torch.device) -> Keys:
-        """What is kept at some slots, in their shape."""
+        """The keys and values at some slots, in the shape of these."""
         where = streams.of(device).moved(torch.from_numpy(slots.ravel()), device)
         kept = self.keys, self.values, self.tops
         return Keys(*(tensor.index_select(0, where).unflatten(0, slots.shape) for tensor in kept))
 
     def _together(self, q: Tensor, ones: Sequence[Queries], kernel: AttentionKernel) -> Tensor:
-        """Of neighbouring sequences' single queries ``[sequences, heads, width]``."""
+        """Attention of neighbouring sequences' single queries ``[sequences, heads, width]``."""
         window, device = kernel.window, q.device
         seen = [one.end if window is None else min(one.end, window) for one in ones]
         slots = np.empty((len(ones), max(seen)), dtype=np.int64)

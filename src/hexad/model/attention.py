@@ -87,8 +87,7 @@ class AttentionCore(nn.Module):
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
         """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``, over the keys of the
         ring."""
-        facts = self.kernel.facts(q, where.spans)
-        facts = facts._replace(exact=self.exact, ring=self.ring.size, dropped=where.queries is not None)
+        facts = self.kernel.facts(q, where.spans, self.exact, self.ring.size, where.queries is not None)
         method = choose_attention(facts)
         if method is not AttentionMethod.EXACT:
             return self._usual(q, k, v, where, method)
@@ -100,7 +99,7 @@ class AttentionCore(nn.Module):
     def _usual(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry, method: AttentionMethod) -> Tensor:
         """As :meth:`_attended`, by a method of the usual arithmetic."""
         if method not in TILED:
-            return self.kernel(q, k, v, where.spans)
+            return self.kernel.compute(method, q, k, v, where.spans)
         slice_, factors = where.slice or where.spans.undivided, None
         if where.queries is not None:
             factors = dropped_tiles(self.dropper, where.queries, k.shape[1], slice_.length)

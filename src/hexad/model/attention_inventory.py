@@ -26,7 +26,7 @@ from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
 from .recompute_inventory import NOTHING, Parts
 
-_EACH = ("F", 2), ("B", 4)
+_TIMES = ("F", 2), ("B", 4)
 """Actions, and how many products of attention each has."""
 
 
@@ -72,8 +72,8 @@ class AttentionCoreSpec(BranchSpec):
         scores = Product("F", length, length, width, count, kernel="attention")
         values = scores._replace(n=value, k=length)
         products = [scores._replace(action="B", again=True)]
-        for action, each in _EACH:
-            kinds = [(scores, each)] if width == value else [(scores, each / 2), (values, each / 2)]
+        for action, times in _TIMES:
+            kinds = [(scores, times)] if width == value else [(scores, times / 2), (values, times / 2)]
             products += [kind._replace(action=action, times=number * count) for kind, number in kinds]
         return products
 
@@ -147,7 +147,7 @@ class AttentionCoreSpec(BranchSpec):
         return choose_attention(self._facts(run)) is AttentionMethod.EXACT
 
     def _facts(self, run: Execution) -> AttentionFacts:
-        """What the choice of a kernel depends on, on a GPU with the kernels that are known."""
+        """The facts of the choice of a kernel; of GPUs, with the kernels that this version knows."""
         return AttentionFacts(
             run.cpu,
             run.byte,
@@ -161,7 +161,7 @@ class AttentionCoreSpec(BranchSpec):
         )
 
     def _usual(self, run: Execution) -> AttentionMethod:
-        """What computes attention in the usual arithmetic, and its backward pass in any."""
+        """The method in the usual arithmetic, and of the backward pass in any."""
         return choose_attention(self._facts(run)._replace(exact=False))
 
     def _output_kept(self, run: Execution) -> int:
@@ -212,17 +212,17 @@ class AttentionCoreSpec(BranchSpec):
         # these, or all of them half; the sum of those. Sequences are one by one where each is a call.
         scores = self._scores(run) if method is AttentionMethod.SCORES else 0
         calls = 1 if method is AttentionMethod.GPU_FLASH else run.sequences
-        sums, own = wide * (q + pairs), (q + pairs) // calls + scores
+        sums, local = wide * (q + pairs), (q + pairs) // calls + scores
         if ring == 1:
-            return max(sums + own, exchanged)
+            return max(sums + local, exchanged)
         other = max(q + pairs // 2, q // 2 + pairs) // run.sequences + scores
         if run.gathers:
-            return max(sums + 2 * ring * pairs + max(own, wide * pairs + other), exchanged)
+            return max(sums + 2 * ring * pairs + max(local, wide * pairs + other), exchanged)
         # The rank's own keys leave, the next arrive. Others are there; the gradients of those before leave,
         # and some of the rank's own arrive; or those of these, in the format in which they are sent.
         more = other if ring == 2 else other + 3 * pairs
         more = wide * pairs + max(more, 2 * pairs if wide > 1 else pairs)
-        return max(sums + pairs + max(own + pairs, more + pairs), exchanged)
+        return max(sums + pairs + max(local + pairs, more + pairs), exchanged)
 
     def _scores(self, run: Execution) -> int:
         """Bytes of a tile's scores that exist at a time in its backward pass."""
@@ -347,10 +347,10 @@ class AttentionSpec(AttentionCoreSpec):
         # Gradients of queries and keys, and of these and values, side by side.
         parts: list[Operation] = [Pass("B", "copy", 2 * (q + k)), Pass("B", "copy", 2 * (q + 2 * k))]
         computed = Operations([], parts[1:]).then(computed).then(Operations([], parts[:1]))
-        made = computed.then(self._core(run, self.width, self.width))
+        between = computed.then(self._core(run, self.width, self.width))
         total = self.qkv.operations(run, split, reached)
         reached = reached or self.qkv.trains or any(norm.trains for norm in self.head_norms)
-        total = total.then(made.reached(reached)).then(self.out.operations(run, split, reached))
+        total = total.then(between.reached(reached)).then(self.out.operations(run, split, reached))
         if "rotated" in recomputed and reached:
             total.backward[:0] = [again(op) for op in computed.forward]
         return total

@@ -53,9 +53,12 @@ class AttentionKernel:
             k, v: ``[tokens, key/value heads, width]``.
             spans: of the tokens.
         """
-        facts = self.facts(q, spans)
-        if choose_attention(facts) is AttentionMethod.VARLEN:
-            return self._by_varlen(q, k, v, spans, facts.windowed)
+        return self.compute(choose_attention(self.facts(q, spans)), q, k, v, spans)
+
+    def compute(self, method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+        """The same by a method, ``VARLEN`` or ``SDPA``."""
+        if method is AttentionMethod.VARLEN:
+            return self._by_varlen(q, k, v, spans)
         if spans.bounds is None:
             return self._equal_spans(q, k, v, spans.sequences)
         # One call per document: no mask to build, and no arithmetic between documents.
@@ -63,19 +66,27 @@ class AttentionKernel:
         parts = zip(q.split(lengths), k.split(lengths), v.split(lengths))
         return torch.cat([self._equal_spans(*part, 1) for part in parts])
 
-    def facts(self, q: Tensor, spans: Spans) -> AttentionFacts:
-        """What the choice depends on for queries ``[tokens, heads, width]`` of one rank."""
+    def facts(
+        self, q: Tensor, spans: Spans, exact: bool = False, ring: int = 1, dropped: bool = False
+    ) -> AttentionFacts:
+        """The facts of the choice for queries ``[tokens, heads, width]``.
+
+        Args:
+            q: of this rank.
+            spans: of the tokens.
+            exact, ring, dropped: see :class:`~hexad.parallel.attention_choice.AttentionFacts`.
+        """
         windowed = self.window is not None and self.window < spans.longest
         cpu, documents = q.device.type == "cpu", spans.bounds is not None
         varlen = self.varlen is not None
         return AttentionFacts(
-            cpu, q.dtype.itemsize, q.shape[-1], varlen, documents=documents, windowed=windowed
+            cpu, q.dtype.itemsize, q.shape[-1], varlen, exact, ring, dropped, documents, windowed
         )
 
     def cached_facts(
         self, q: Tensor, cpu: bool, cache: Literal["keys", "latents"], longest: int, single: bool
     ) -> AttentionFacts:
-        """What the choice depends on where keys of earlier tokens are cached.
+        """The facts of the choice where keys of earlier tokens are cached.
 
         Args:
             q: ``[tokens, heads, width]``.
@@ -88,9 +99,9 @@ class AttentionKernel:
         facts = AttentionFacts(cpu, q.dtype.itemsize, q.shape[-1], self.varlen is not None)
         return facts._replace(windowed=windowed, cache=cache, single=single)
 
-    def _by_varlen(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, windowed: bool) -> Tensor:
+    def _by_varlen(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
         assert self.varlen is not None
-        window = (self.window - 1 if self.window is not None and windowed else -1, 0)
+        window = (self.window - 1 if self.window is not None and self.window < spans.longest else -1, 0)
         offsets, longest = spans.offsets(q.device), spans.longest
         out = self.varlen(q, k, v, offsets, offsets, longest, longest, scale=self.scale, window_size=window)
         return out.flatten(1)
@@ -217,7 +228,7 @@ def _refusal(
 
 
 _MEANS = (0.0, 0.5, 1.0, 1.5), (25 / 12, 13 / 12, 7 / 12, 1 / 4)
-"""Of the places that each of four tokens sees in :func:`_refusal`, and how often each counts in them all."""
+"""Means of the places that each of four tokens sees in :func:`_refusal`, and their gradients."""
 _WINDOW_MEANS = (0.0, 1.0, 1.5, 2.5), (1.0, 1.5, 1.0, 0.5)
 """The same for spans of one and three tokens, each of which sees one before it."""
 

@@ -182,7 +182,7 @@ class BlockSpec:
         return hash(self.branches)
 
     def __hash__(self) -> int:
-        """That of the branches, computed once: layers are counted by kind."""
+        """The FLOPs of the branches, computed once: layers are counted by kind."""
         return self._hash
 
     @property

@@ -83,7 +83,7 @@ class Experts(ShardedModule):
 
 
 class SharedGate(ShardedModule):
-    """What the shared experts' output of a token is multiplied by."""
+    """The factor of the shared experts' output for each token."""
 
     weight: nn.Parameter
 
@@ -98,7 +98,7 @@ class SharedGate(ShardedModule):
 
 
 def _unfilled(x: Tensor, axis: Axis) -> Tensor:
-    """What :func:`gather_first` returns, of any values: nothing is sent."""
+    """A tensor of the shape that :func:`gather_first` returns, with any values; nothing is sent."""
     return x.new_empty((axis.size * len(x), *x.shape[1:]))
 
 
@@ -139,7 +139,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def last(self) -> MixtureOfExperts:
-        """What makes the branch's result."""
+        """The module that makes the branch's result."""
         return self
 
     def forward(self, x: Tensor, where: Geometry) -> Tensor:

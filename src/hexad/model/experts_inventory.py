@@ -31,7 +31,7 @@ ACTIVATED = 1 << 18
 
 @dataclass(frozen=True)
 class GateSpec:
-    """What the shared experts' output is weighted by: a row, whole on every rank.
+    """The gate by which the shared experts' output is weighted: a row, whole on every rank.
 
     Attributes:
         layer: what it has in common with the layer's branches.
@@ -201,7 +201,7 @@ class ExpertsSpec(BranchSpec):
 
     @property
     def gate(self) -> GateSpec | None:
-        """What the shared experts are weighted by."""
+        """The gate of the shared experts."""
         return GateSpec(self.layer) if self.shared is not None and self.settings.shared_gate else None
 
     @cached_property
@@ -279,11 +279,13 @@ class ExpertsSpec(BranchSpec):
                 shared = shared.then(self._gated(run))
             ends += 1 + shared.last
             # What makes the result comes last in the forward pass: it is not repeated.
-            made = shared.forward[len(shared.forward) - shared.last :]
+            products = shared.forward[len(shared.forward) - shared.last :]
             before = Operations(shared.forward[: len(shared.forward) - shared.last], shared.backward).then(
                 before
             )
-            after = Operations([*made, *after.forward, added], [added._replace(action="B"), *after.backward])
+            after = Operations(
+                [*products, *after.forward, added], [added._replace(action="B"), *after.backward]
+            )
         return before.then(after)._replace(last=ends)
 
     def _gated(self, run: Execution) -> Operations:

@@ -309,8 +309,8 @@ class LatentAttentionSpec(AttentionCoreSpec):
         uncut = live + values + (q if self._cut else 0)
         given_up = 0 if operands else self._values_kept(run)  # by the projection after it
         live -= given_up if self._cut else 0
-        again, held = self._again(run, recomputed)
-        live += held
+        again, sources = self._again(run, recomputed)
+        live += sources
         core = live + q + again + self._gradients(run)
         if self._exactly(run):  # computed again, when the projection after it has given up the output
             core += self._core_kept(run) + q
@@ -351,8 +351,8 @@ class LatentAttentionSpec(AttentionCoreSpec):
         q, k, _ = self._sizes(run)
         if "mla_up" not in recomputed:
             return 2 * k if "pairs" in recomputed and run.ulysses == 1 else 0, 0
-        held = sum(self._normed(run, recomputed)) if "latent_norms" in recomputed else 0
-        return q + 2 * k, held + (run.stream(self.layer.hidden) if self._input_held(recomputed) else 0)
+        normed = sum(self._normed(run, recomputed)) if "latent_norms" in recomputed else 0
+        return q + 2 * k, normed + (run.stream(self.layer.hidden) if self._input_held(recomputed) else 0)
 
     def _input_held(self, recomputed: Parts) -> bool:
         """Whether its input is recomputed with the queries."""

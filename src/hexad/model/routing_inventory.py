@@ -31,7 +31,7 @@ _ROUTING = 7
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """What chooses experts: a matrix, whole on every rank, and a bias for each expert.
+    """The router, which chooses experts: a matrix, whole on every rank, and a bias for each expert.
 
     Attributes:
         layer: what it has in common with the layer's branches.
@@ -139,8 +139,8 @@ class RoutingSpec:
         return Operations([], gather).then(routed).then(Operations(forward, backward))
 
     def _shared_routing(self, run: Execution) -> list[Operation]:
-        """What routers send each other: tokens' experts, where an expert's capacity decides over all of a
-        microbatch's tokens, and loads that are balanced over these."""
+        """The collectives among routers: of tokens' experts, where an expert's capacity decides over all of a
+        microbatch's tokens, and of loads that are balanced over these."""
         settings, operations = self.settings, list[Operation]()
         chosen = self.tokens(run) * (settings.top_k + 1) * _INDEX
         groups = run.sequences if settings.balance == "sequence" else 1

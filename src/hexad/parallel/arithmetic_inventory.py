@@ -1,5 +1,5 @@
-"""What each kind of arithmetic (:mod:`.arithmetic`) keeps, sends and needs for a moment in linear layers. No
-torch.
+"""The bytes that each kind of arithmetic (:mod:`.arithmetic`) keeps, sends and needs for a moment in linear
+layers. No torch.
 
 Sizes are those of a rank: input features, and output features of each fused weight.
 """

@@ -1,5 +1,5 @@
-"""What computes attention: one decision, :func:`choose_attention`, for training, context ranks, generation
-and the memory plan. No torch.
+"""The choice of what computes attention: one decision, :func:`choose_attention`, for training, context ranks,
+generation and the memory plan. No torch.
 
 The first row that applies decides:
 
@@ -28,7 +28,7 @@ _WIDEST = 256
 
 
 class AttentionMethod(Enum):
-    """What computes attention.
+    """A way to compute attention.
 
     Attributes:
         EXACT: products and functions of exact arithmetic.
@@ -54,7 +54,7 @@ TILED = frozenset({AttentionMethod.CPU_FLASH, AttentionMethod.GPU_FLASH, Attenti
 
 
 class AttentionFacts(NamedTuple):
-    """What the choice depends on.
+    """The facts on which the choice depends.
 
     Attributes:
         cpu: on a CPU.
@@ -84,7 +84,7 @@ class AttentionFacts(NamedTuple):
 
 
 def choose_attention(facts: AttentionFacts) -> AttentionMethod:
-    """What computes attention; see the module."""
+    """The method for some facts, by the table of the module."""
     if facts.exact and not facts.dropped:
         return AttentionMethod.EXACT
     if facts.cache is not None:

@@ -16,7 +16,7 @@ def forget_derived(parameter: Tensor) -> None:
 
 
 def derived(parameter: Tensor, name: str, compute: Callable[[], T]) -> T:
-    """What ``compute`` makes of the parameter's values, made once until they change."""
+    """The result of ``compute`` on the parameter's values, kept until they change."""
     kept: dict[str, Any] | None = getattr(parameter, "derived", None)
     if kept is None or torch.compiler.is_compiling():  # a graph has no side effects
         return compute()

@@ -30,7 +30,7 @@ _BAND = 256
 
 
 class Operands(NamedTuple):
-    """What a tile is computed of.
+    """The queries, keys and values of a tile.
 
     Attributes:
         q: its queries, ``[rows, heads, width]``.

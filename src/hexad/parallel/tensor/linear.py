@@ -181,11 +181,11 @@ class _ColumnLinear(torch.autograd.Function):
         inner_gradient = None if adapters is None else adapters.inner_gradient(gradient)
         reducing = None
         if ctx.needs_input_grad[0]:
-            partial = _input_gradients(gradients, ctx.layers, arithmetic)
+            input_gradient = _input_gradients(gradients, ctx.layers, arithmetic)
             if adapters is not None:
-                adapters.add_input_gradient_(partial, inner_gradient)
+                adapters.add_input_gradient_(input_gradient, inner_gradient)
             reduce = reduce_scatter_async if sequence else all_reduce_async
-            reducing = reduce(partial, axis)
+            reducing = reduce(input_gradient, axis)
         if gathering is not None:
             x = gathering.wait()
         gather = axis if sequence and later else None

@@ -288,8 +288,8 @@ def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
             (collectives, "_start", start),
             (
                 attention_kernels.AttentionKernel,
-                "__call__",
-                lambda _, *arguments: attention.apply(*arguments),
+                "compute",
+                lambda _, method, *arguments: attention.apply(*arguments),
             ),
             (grouped, "product", _grouped(counting)),
             (grouped, "add_gradients", _grouped_weights(counting)),

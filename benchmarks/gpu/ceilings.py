@@ -169,7 +169,9 @@ def _kernels(
     else:
         yield "cudnn", partial(only, SDPBackend.CUDNN_ATTENTION, True)
         yield "efficient, keys repeated", partial(only, SDPBackend.EFFICIENT_ATTENTION, False)
-    kernel = attention_kernels.choose(bench.device, torch.bfloat16, heads, kv_heads, width, scale, None)
+    kernel = attention_kernels.device_kernel(
+        bench.device, torch.bfloat16, heads, kv_heads, width, scale, None
+    )
     yield "hexad", lambda q, k, v: kernel(q, k, v, spans)
     offsets = spans.offsets(bench.device)
 

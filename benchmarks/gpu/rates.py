@@ -136,7 +136,7 @@ def _lengths(record: Record, bench: Bench) -> None:
     """The kernel that Hexad chooses, by length, with two widths of heads."""
     for width in (16,) if bench.pretend else (64, 128):
         heads, kv_heads = (4, 2) if bench.pretend else (32, 8)
-        kernel = attention_kernels.choose(
+        kernel = attention_kernels.device_kernel(
             bench.device, torch.bfloat16, heads, kv_heads, width, width**-0.5, None
         )
         for tokens in (64,) if bench.pretend else LENGTHS:

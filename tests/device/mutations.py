@@ -223,6 +223,7 @@ WAITS = {
     "parallel/tensor/linear.py:backward": "tensor 2",
     "parallel/tensor/linear.py:forward": "LoRA, zb_h1, tensor 2, zero 2",
     "parallel/tensor/linear.py:_gathered_products": "zb_h1, tensor 2 + sequence",
+    "parallel/tensor/linear.py:_over_ranks": "LoRA, zb_h1, tensor 2, zero 2",
     "parallel/tensor/linear.py:_summed_product": "tensor 2",
     "parallel/tensor/loss.py:_slices": "tensor 2",
     "parallel/tensor/loss.py:token_losses_": "tensor 2",

@@ -142,7 +142,7 @@ def test_documents_and_windows(dtype: str, window: int | None, compiled: str) ->
 
 def test_the_varlen_kernel_computes_what_separate_calls_do() -> None:
     gpu = torch.device("cuda", 0)
-    kernel = attention_kernels.choose(gpu, torch.bfloat16, 4, 2, 64, 0.125, 24)
+    kernel = attention_kernels.device_kernel(gpu, torch.bfloat16, 4, 2, 64, 0.125, 24)
     if kernel.varlen is None:
         pytest.skip("this GPU, or this version of PyTorch, has no varlen kernel with windows")
     generator = torch.Generator().manual_seed(1)

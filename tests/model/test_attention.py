@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels
-from hexad.model.attention_kernels import AttentionKernel, choose
+from hexad.model.attention_kernels import AttentionKernel, device_kernel
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
 from hexad.parallel.context.spans import Spans
 
@@ -106,7 +106,7 @@ def test_one_call_computes_all_documents(spans: str, window: int | None) -> None
 
 def test_the_kernel_is_chosen_by_device_and_format(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: Any = HEADS, KV_HEADS, WIDTH, SCALE, None
-    assert choose(CPU, torch.bfloat16, *sizes).varlen is None
+    assert device_kernel(CPU, torch.bfloat16, *sizes).varlen is None
     tried: list[Callable[..., Any] | None] = []
 
     def broken(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -114,11 +114,11 @@ def test_the_kernel_is_chosen_by_device_and_format(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(attention_kernels, "_varlen_kernel", lambda grouped: tried.append(grouped) or broken)
     _on_a_gpu(monkeypatch)
-    assert choose(GPU, torch.float32, *sizes).varlen is None and not tried
-    assert choose(GPU, torch.bfloat16, *sizes).varlen is None and tried == [True]
-    assert choose(GPU, torch.bfloat16, *sizes).flash
+    assert device_kernel(GPU, torch.float32, *sizes).varlen is None and not tried
+    assert device_kernel(GPU, torch.bfloat16, *sizes).varlen is None and tried == [True]
+    assert device_kernel(GPU, torch.bfloat16, *sizes).flash
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
-    assert not choose(GPU, torch.float16, *sizes).flash
+    assert not device_kernel(GPU, torch.float16, *sizes).flash
 
 
 GPU = torch.device("cuda", 0)
@@ -209,14 +209,14 @@ def test_flash_attention_that_fails_is_given_up(
     _on_a_gpu(monkeypatch)
     packages = _Packages(monkeypatch, broken)
     sizes = HEADS, KV_HEADS, WIDTH, SCALE, window
-    kernel = choose(GPU, torch.bfloat16, *sizes)
+    kernel = device_kernel(GPU, torch.bfloat16, *sizes)
     assert packages.active == used
     assert (kernel.varlen is None) == ((used, "varlen") in broken)
     said = [record.getMessage().replace(" is installed but not used", "") for record in caplog.records]
     said = [line.removeprefix("attention: ") for line in said if line.startswith("attention: FA")]
     assert len(said) == len(warned) and all(map(str.startswith, said, warned))
     # Another model in the same process: nothing is activated twice, and nothing refused is tried again.
-    choose(GPU, torch.bfloat16, *sizes)
+    device_kernel(GPU, torch.bfloat16, *sizes)
     assert packages.active == used and len(packages.activated) == len(set(packages.activated))
 
 
@@ -225,7 +225,7 @@ def test_torch_s_own_kernel_for_documents_is_tried(monkeypatch: pytest.MonkeyPat
     _on_a_gpu(monkeypatch)
     packages: dict[tuple[str | None, str], Any] = {(name, "import"): MISSING for name in ("FA3", "FA4")}
     _Packages(monkeypatch, packages | {(None, "varlen"): broken})
-    assert choose(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None).varlen is None
+    assert device_kernel(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None).varlen is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

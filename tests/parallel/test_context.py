@@ -23,7 +23,6 @@ from hexad.parallel.context.kernels import (
     Output,
     Plain,
     Results,
-    choose,
 )
 from hexad.parallel.context.rounds import Round, Tile, rounds
 from hexad.parallel.context.slice import Slice, divide, divides_heads, largest_group
@@ -314,18 +313,6 @@ def test_the_kernel_for_gpus_is_called_with_what_it_expects(name: str) -> None:
         seen = (key >= place - left) | (left < 0)
         seen &= (key <= place + right) | (right < 0)
         assert (seen == _visible(tile).numpy()).all()
-
-
-def test_the_kernel_is_chosen_by_device_and_format() -> None:
-    def chosen(device: str, dtype: torch.dtype, width: int = 64, flash: bool = True, drop: Any = None) -> Any:
-        return type(choose(torch.empty((2, 2, width), dtype=dtype, device=device), 1.0, drop, flash))
-
-    assert chosen("cpu", torch.bfloat16) is CpuFlash
-    assert chosen("cpu", torch.float32, drop=lambda *_: torch.ones(1)) is Plain
-    assert chosen("meta", torch.bfloat16) is CudaFlash
-    assert chosen("meta", torch.float16, drop=lambda *_: torch.ones(1)) is Plain
-    assert {chosen("meta", torch.float32), chosen("meta", torch.bfloat16, 68)} == {Plain}
-    assert {chosen("meta", torch.bfloat16, 512), chosen("meta", torch.bfloat16, flash=False)} == {Plain}
 
 
 # Heads for tokens

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hexad.comm import streams
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
-from hexad.model.experts_inventory import BESIDE_LOADS
 from hexad.model.router import Router
+from hexad.model.routing_inventory import BESIDE_LOADS
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Attention of some tokens of several sequences over paged latent vectors (multi-head latent attention),
 those of the tokens before them included. What is kept of a token is one vector, the same on every tensor
-rank.
+rank. The methods that :mod:`hexad.parallel.attention_choice` chooses:
 
-- New tokens that follow each other: the latent vectors that they see are expanded to keys and values.
-- Sequences with one new token: queries are multiplied by what would make keys (absorbed; DeepSeek-V2: arXiv
-  2405.04434, section 2.1.2), so that latent vectors themselves are keys and values, of one head that all
-  query heads share; several sequences together.
-- Exact arithmetic: always expanded, as training computes it.
+- ``SDPA``: the latent vectors that new tokens see are expanded to keys and values.
+- ``ABSORBED``: queries are multiplied by what would make keys (DeepSeek-V2: arXiv 2405.04434, section 2.1.2),
+  so that latent vectors themselves are keys and values, of one head that all query heads share; several
+  sequences together.
+- ``EXACT``: expanded, as training computes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.exact_attention import Run, attend_run, on_grid
 from hexad.model.positions import LatentHeads
+from hexad.parallel.attention_choice import AttentionMethod, choose_attention
 from hexad.parallel.pointwise import widened
 
 from .paged_attention import Arrangement, Queries, alike, slots_of
@@ -32,7 +33,10 @@ class LatentMemory:
 
     Attributes:
         latents: ``[slots, width]``.
+        exact: attention is computed in exact arithmetic.
     """
+
+    exact = False
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.latents = torch.empty((slots, width), dtype=dtype, device=device)
@@ -60,20 +64,28 @@ class LatentMemory:
         self.latents.index_copy_(0, arrangement.slots, latents)
         parts: list[Tensor] = []
         for alone, group in groupby(arrangement.queries, key=lambda queries: queries.tokens == 1):
-            parts += self._computed(q, list(group), alone, heads, kernel)
+            facts = kernel.cached_facts(q, q.device.type == "cpu", "latents", arrangement.end, alone)
+            method = choose_attention(facts._replace(exact=self.exact))
+            parts += self._computed(q, list(group), method, heads, kernel)
         rows = arrangement.queries[-1].rows[1] if arrangement.queries else 0
         if rows < arrangement.rows or not parts:
             parts.append(heads.joined(heads.padded(q.new_zeros((arrangement.rows - rows, *q.shape[1:])))))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _computed(
-        self, q: Tensor, sequences: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
+        self,
+        q: Tensor,
+        sequences: list[Queries],
+        method: AttentionMethod,
+        heads: LatentHeads,
+        kernel: AttentionKernel,
     ) -> list[Tensor]:
-        """The attention of neighbouring runs of rows, each of one token (``alone``) or of several."""
-        if not alone:
-            return [self._expanded(q, queries, heads, kernel) for queries in sequences]
-        groups = alike(sequences, self.latents.shape[1])
-        return [self._absorbed(q, some, heads, kernel) for some in groups]
+        """The attention of neighbouring runs of rows."""
+        if method is AttentionMethod.ABSORBED:
+            groups = alike(sequences, self.latents.shape[1])
+            return [self._absorbed(q, some, heads, kernel) for some in groups]
+        compute = self._exactly if method is AttentionMethod.EXACT else self._expanded
+        return [compute(q, queries, heads, kernel) for queries in sequences]
 
     def _expanded(self, q: Tensor, queries: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
         """Attention of several tokens, over keys and values of all heads."""
@@ -89,6 +101,15 @@ class LatentMemory:
         rows, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (rows, k, v))
         out = kernel.dense(rows, k, v, causal=seen is None, mask=seen)
         return heads.joined(out[0].transpose(0, 1))
+
+    def _exactly(self, q: Tensor, queries: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
+        """As :meth:`_expanded`, in exact arithmetic; of one token too."""
+        limit = queries.end if kernel.window is None else kernel.window
+        begin = max(queries.origin, queries.position + 1 - limit)
+        kept = on_grid(*heads.expanded(self._gathered(slots_of(queries, begin))))
+        rows = heads.padded(q.narrow(0, queries.rows[0], queries.tokens)).contiguous()
+        run = Run(queries.position, begin, kernel.window)
+        return heads.joined(attend_run(rows, kept, run, kernel.scale))
 
     def _absorbed(
         self, q: Tensor, sequences: Sequence[Queries], heads: LatentHeads, kernel: AttentionKernel
@@ -119,17 +140,6 @@ class LatentMemory:
 
 
 class ExactLatentMemory(LatentMemory):
-    """The memory of exact arithmetic: keys and values are those of training, to the last bit."""
+    """Latent vectors in exact arithmetic: keys and values are those of training, to the last bit."""
 
-    def _computed(
-        self, q: Tensor, sequences: list[Queries], alone: bool, heads: LatentHeads, kernel: AttentionKernel
-    ) -> list[Tensor]:
-        parts = []
-        for queries in sequences:
-            limit = queries.end if kernel.window is None else kernel.window
-            begin = max(queries.origin, queries.position + 1 - limit)
-            kept = on_grid(*heads.expanded(self._gathered(slots_of(queries, begin))))
-            rows = heads.padded(q.narrow(0, queries.rows[0], queries.tokens)).contiguous()
-            run = Run(queries.position, begin, kernel.window)
-            parts.append(heads.joined(attend_run(rows, kept, run, kernel.scale)))
-        return parts
+    exact = True

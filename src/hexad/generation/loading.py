@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,6 +17,7 @@ from hexad.launching.environment import environment
 from hexad.model.attention import AttentionCore
 from hexad.model.latent_attention import LatentAttention
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
+from hexad.parallel.attention_choice import AttentionFacts, AttentionMethod, choose_attention
 from hexad.parallel.sharding import wide_parameters
 from hexad.topology.mesh import Mesh
 
@@ -140,13 +142,17 @@ def make_memory(
     where = model.dtype, device
 
     def memory(attention: AttentionCore) -> Memory | LatentMemory:
+        latent, varlen = isinstance(attention, LatentAttention), attention.kernel.varlen is not None
+        facts = AttentionFacts(device.type != "cuda", model.dtype.itemsize, attention.width, varlen)
+        cache: Literal["keys", "latents"] = "latents" if latent else "keys"
+        method = choose_attention(facts._replace(exact=shard.exact, cache=cache, single=True))
         if isinstance(attention, LatentAttention):
-            kind = ExactLatentMemory if model.shard.exact else LatentMemory
+            kind = ExactLatentMemory if method is AttentionMethod.EXACT else LatentMemory
             return kind(blocks * block, attention.latent, *where)
         place = blocks * block, (attention.kv_heads, attention.width), *where
-        if model.shard.exact:
+        if method is AttentionMethod.EXACT:
             return ExactMemory(*place)
-        return DeviceMemory(*place, block) if device.type == "cuda" else HostMemory(*place)
+        return HostMemory(*place) if method is AttentionMethod.CPU_FLASH else DeviceMemory(*place, block)
 
     return {attention.layer: memory(attention) for attention in attentions}, blocks, block
 

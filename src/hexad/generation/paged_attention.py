@@ -1,12 +1,13 @@
-"""Attention of some tokens of several sequences over paged keys, those of the tokens before them included.
+"""Attention of some tokens of several sequences over paged keys, those of the tokens before them included,
+by the methods that :mod:`hexad.parallel.attention_choice` chooses:
 
-- CPUs: PyTorch's flash attention, once for each run of keys that are neighbours, and once for a sequence's
-  own new tokens; outputs are merged by their log-sum-exp. The query heads that share a key head are
-  computed as so many queries of one head, so that each key is read once.
-- GPUs, 16-bit formats: PyTorch's ``varlen_attn``, one call for all sequences, which reads the blocks by their
-  table where it can; else keys are gathered first.
-- GPUs, other formats: a call for each sequence.
-- Exact arithmetic: :mod:`hexad.model.exact_attention`; sequences with one new token together.
+- ``CPU_FLASH``: once for each run of keys that are neighbours, and once for a sequence's own new tokens;
+  outputs are merged by their log-sum-exp. The query heads that share a key head are computed as so many
+  queries of one head, so that each key is read once.
+- ``VARLEN``: one call for all sequences, which reads the blocks by their table where it can; else keys are
+  gathered first.
+- ``SDPA``: a call for each sequence, under a mask.
+- ``EXACT``: :mod:`hexad.model.exact_attention`; sequences with one new token together.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.exact_attention import Keys, Run, Visible, Wide, attend, attend_run, on_grid
+from hexad.parallel.attention_choice import AttentionMethod, choose_attention
 from hexad.parallel.context.attention import merge_
 
 from .blocks import SlotRun
@@ -95,6 +97,16 @@ class Arrangement:
         if window not in self._before:
             self._before[window] = [(queries, _before(queries, window)) for queries in self.queries]
         return self._before[window]
+
+    @cached_property
+    def end(self) -> int:
+        """The end of the sequence that reaches furthest, in positions."""
+        return max((queries.end for queries in self.queries), default=0)
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether every sequence has one new token."""
+        return all(queries.tokens == 1 for queries in self.queries)
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
@@ -267,7 +279,7 @@ class HostMemory(Memory):
     ) -> Tensor:
         """The attention of a sequence's new tokens over their own keys and those before."""
         new_q, scale = q.narrow(0, queries.rows[0], queries.tokens), kernel.scale
-        if kernel.window is not None and queries.end > kernel.window:
+        if choose_attention(kernel.cached_facts(q, True, "keys", queries.end, False)) is AttentionMethod.SDPA:
             return self._masked(new_q, queries, kernel)
         new_k, new_v = (x.narrow(0, queries.place, queries.tokens) for x in (k, v))
         batch = _batch(new_q)
@@ -291,12 +303,16 @@ class DeviceMemory(Memory):
     def _computed(
         self, q: Tensor, k: Tensor, v: Tensor, arrangement: Arrangement, kernel: AttentionKernel
     ) -> list[Tensor]:
-        varlen = kernel.varlen
-        if varlen is None or not arrangement.queries:
+        if not arrangement.queries:
+            return []
+        facts = kernel.cached_facts(q, False, "keys", arrangement.end, arrangement.single)
+        if choose_attention(facts) is not AttentionMethod.VARLEN:
             return [
                 self._masked(q.narrow(0, queries.rows[0], queries.tokens), queries, kernel)
                 for queries in arrangement.queries
             ]
+        varlen = kernel.varlen
+        assert varlen is not None
         window = (kernel.window - 1 if kernel.window is not None else -1, 0)
         query_bounds, key_bounds = arrangement.bounds
         rows = q.narrow(0, 0, arrangement.tokens)

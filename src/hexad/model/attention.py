@@ -5,24 +5,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hexad.parallel.attention_choice import TILED, AttentionMethod, choose_attention
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.exchange import heads_for_tokens, tokens_for_heads
-from hexad.parallel.context.kernels import Drop
-from hexad.parallel.context.kernels import choose as context_kernel
+from hexad.parallel.context.kernels import ProbabilityFactors, tile_kernel
 from hexad.parallel.context.rounds import Tile, rounds
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from . import exact_attention, exact_ops, ops
 from .attention_inventory import AttentionCoreSpec, AttentionSpec
-from .attention_kernels import choose
+from .attention_kernels import device_kernel
 from .dropout import Dropper, Site, adapter_dropper
 from .norms import Norm
 from .positions import Geometry
 from .recompute import recomputable
 
 
-def dropped_tiles(dropper: Dropper, queries: Tensor, kv_heads: int, length: int) -> Drop:
+def dropped_tiles(dropper: Dropper, queries: Tensor, kv_heads: int, length: int) -> ProbabilityFactors:
     """Factors of the probabilities of tiles of attention, of a layer's ``dropper``.
 
     Args:
@@ -62,9 +62,10 @@ class AttentionCore(nn.Module):
         self.use_kernel(shard.device, shard.dtype)
 
     def use_kernel(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Choose the kernel for a number format; again where weights are converted after construction."""
+        """Find the device's kernels for a number format; again where weights are converted after
+        construction."""
         sizes = self.heads, self.kv_heads, self.width
-        self.kernel = choose(device, dtype, *sizes, self.scale, self.window)
+        self.kernel = device_kernel(device, dtype, *sizes, self.scale, self.window)
 
     @property
     def last(self) -> RowParallelLinear:
@@ -86,28 +87,26 @@ class AttentionCore(nn.Module):
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
         """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``, over the keys of the
         ring."""
-        if not self.exact or where.queries is not None:
-            return self._over_ring(q, k, v, where)
+        facts = self.kernel.facts(q, where.spans, self.exact, self.ring.size, where.queries is not None)
+        method = choose_attention(facts)
+        if method is not AttentionMethod.EXACT:
+            return self._usual(q, k, v, where, method)
+        usual = partial(self._usual, where=where, method=choose_attention(facts._replace(exact=False)))
         slice_, scale, window = where.slice or where.spans.undivided, self.kernel.scale, self.kernel.window
         exact = partial(exact_attention.attention, slice_=slice_, axis=self.ring, scale=scale, window=window)
-        return exact_ops.replaced(exact, partial(self._over_ring, where=where), q, k, v)
+        return exact_ops.replaced(exact, usual, q, k, v)
 
-    def _over_ring(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
-        """As :meth:`_attended`, in the usual arithmetic.
-
-        In tiles where there are several ranks, and where probabilities are dropped: PyTorch's fused attention
-        draws its own random numbers.
-        """
-        if self.ring.size == 1 and where.queries is None:
-            return self.kernel(q, k, v, where.spans)
-        slice_, drop = where.slice or where.spans.undivided, None
+    def _usual(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry, method: AttentionMethod) -> Tensor:
+        """As :meth:`_attended`, by a method of the usual arithmetic."""
+        if method not in TILED:
+            return self.kernel.compute(method, q, k, v, where.spans)
+        slice_, factors = where.slice or where.spans.undivided, None
         if where.queries is not None:
-            drop = dropped_tiles(self.dropper, where.queries, k.shape[1], slice_.length)
-        steps = rounds(
-            slice_, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
-        )
-        kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
+            factors = dropped_tiles(self.dropper, where.queries, k.shape[1], slice_.length)
+        contiguous = factors is not None
+        steps = rounds(slice_, self.ring.rank, self.kernel.window, contiguous, self.method == "all_gather")
         exchange = KeyExchange(steps, self.ring, self.method)
+        kernel = tile_kernel(method, self.kernel.scale, factors)
         return attention_over_ranks(q, k, v, exchange, kernel, self.compiled)
 
 

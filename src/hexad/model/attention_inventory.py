@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
+from hexad.parallel.attention_choice import TILED, AttentionFacts, AttentionMethod, choose_attention
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
 from hexad.parallel.exact_inventory import scores_bytes
@@ -25,7 +26,7 @@ from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
 from .recompute_inventory import NOTHING, Parts
 
-_EACH = ("F", 2), ("B", 4)
+_TIMES = ("F", 2), ("B", 4)
 """Actions, and how many products of attention each has."""
 
 
@@ -71,8 +72,8 @@ class AttentionCoreSpec(BranchSpec):
         scores = Product("F", length, length, width, count, kernel="attention")
         values = scores._replace(n=value, k=length)
         products = [scores._replace(action="B", again=True)]
-        for action, each in _EACH:
-            kinds = [(scores, each)] if width == value else [(scores, each / 2), (values, each / 2)]
+        for action, times in _TIMES:
+            kinds = [(scores, times)] if width == value else [(scores, times / 2), (values, times / 2)]
             products += [kind._replace(action=action, times=number * count) for kind, number in kinds]
         return products
 
@@ -143,7 +144,25 @@ class AttentionCoreSpec(BranchSpec):
 
     def _exactly(self, run: Execution) -> bool:
         """Whether attention itself is exact: with dropout it is the usual one."""
-        return run.exact and not self.dropout
+        return choose_attention(self._facts(run)) is AttentionMethod.EXACT
+
+    def _facts(self, run: Execution) -> AttentionFacts:
+        """The facts of the choice of a kernel; of GPUs, with the kernels that this version knows."""
+        return AttentionFacts(
+            run.cpu,
+            run.byte,
+            self.head_width,
+            varlen=not run.cpu and run.byte == 2,
+            exact=run.exact,
+            ring=run.ring,
+            dropped=self.dropout > 0,
+            documents=run.isolate,
+            windowed=self.window is not None and self.window < run.length,
+        )
+
+    def _usual(self, run: Execution) -> AttentionMethod:
+        """The method in the usual arithmetic, and of the backward pass in any."""
+        return choose_attention(self._facts(run)._replace(exact=False))
 
     def _output_kept(self, run: Execution) -> int:
         """Bytes of the output that is kept: by the usual attention, or by the projection after it."""
@@ -153,10 +172,10 @@ class AttentionCoreSpec(BranchSpec):
         """Bytes that attention itself keeps besides queries, keys, values and its output."""
         q, k, statistic = self._sizes(run)
         kept = statistic * self.heads + (2 * q if self._expanded(run) else 0)
-        if not self._tiled(run):
-            if run.isolate and self._by_calls(run):
+        if self._usual(run) is AttentionMethod.SDPA:
+            if run.isolate:
                 kept += q  # every document's output, and all of them joined
-            elif self.window is not None and self.window < run.length and self._by_calls(run):
+            elif self.window is not None and self.window < run.length:
                 # The output twice; of all blocks but the first, queries, and keys and values twice.
                 middle = run.length // self.window * self.window - self.window
                 kept += q + (q + 4 * k) * middle // run.length
@@ -186,33 +205,27 @@ class AttentionCoreSpec(BranchSpec):
         pairs, wide, ring = 2 * k * self._repeated(run), run.widening, run.ring
         # Gradients of all tokens side by side; or these sent back, when the output has been given up.
         exchanged = 2 * (q + pairs) + max(0, 2 * k - q) if run.ulysses > 1 else 0
-        if not self._tiled(run):
+        method = self._usual(run)
+        if method not in TILED:
             return exchanged
         # The sums of gradients. Results of the rank's own keys, or of another's: half the queries see all of
         # these, or all of them half; the sum of those. Sequences are one by one where each is a call.
-        scores = self._scores(run)
-        calls = run.sequences if self._by_calls(run) or scores else 1
-        sums, own = wide * (q + pairs), (q + pairs) // calls + scores
+        scores = self._scores(run) if method is AttentionMethod.SCORES else 0
+        calls = 1 if method is AttentionMethod.GPU_FLASH else run.sequences
+        sums, local = wide * (q + pairs), (q + pairs) // calls + scores
         if ring == 1:
-            return max(sums + own, exchanged)
+            return max(sums + local, exchanged)
         other = max(q + pairs // 2, q // 2 + pairs) // run.sequences + scores
         if run.gathers:
-            return max(sums + 2 * ring * pairs + max(own, wide * pairs + other), exchanged)
+            return max(sums + 2 * ring * pairs + max(local, wide * pairs + other), exchanged)
         # The rank's own keys leave, the next arrive. Others are there; the gradients of those before leave,
         # and some of the rank's own arrive; or those of these, in the format in which they are sent.
         more = other if ring == 2 else other + 3 * pairs
         more = wide * pairs + max(more, 2 * pairs if wide > 1 else pairs)
-        return max(sums + pairs + max(own + pairs, more + pairs), exchanged)
-
-    def _tiled(self, run: Execution) -> bool:
-        """Whether attention is computed in tiles, whose outputs are merged."""
-        return run.ring > 1 or self.dropout > 0
+        return max(sums + pairs + max(local + pairs, more + pairs), exchanged)
 
     def _scores(self, run: Execution) -> int:
-        """Bytes of a tile's scores that exist at a time in its backward pass; 0 where a kernel computes them
-        in parts."""
-        if self.dropout == 0 and (run.cpu or run.byte == 2):
-            return 0
+        """Bytes of a tile's scores that exist at a time in its backward pass."""
         tokens = run.length // run.ring  # of a sequence, on a rank; of the last rank by zigzag in one run
         heads = self.heads // run.tensor // run.ulysses
         rows = max(1, min(tokens, SCORES // (heads * tokens)))
@@ -224,16 +237,11 @@ class AttentionCoreSpec(BranchSpec):
             return 2 * run.wide * scores
         return max(3 * run.wide, run.wide + (0 if run.compiled else 12)) * scores
 
-    def _by_calls(self, run: Execution) -> bool:
-        """Documents, and blocks of a sliding window, are computed by a call each, for want of one kernel."""
-        return run.cpu or run.byte != 2
-
     def _expanded(self, run: Execution) -> bool:
         """Keys and values are repeated for the query heads that share them: GPUs have no kernel with groups
-        for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`). Attention with dropout
-        and that over a ring use none of these kernels."""
+        for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`)."""
         grouped = self.heads != self.kv_heads_held
-        return grouped and not run.cpu and run.byte != 2 and self.dropout == 0 and run.ring == 1
+        return grouped and not run.cpu and run.byte != 2 and self._usual(run) is AttentionMethod.SDPA
 
     def _sizes(self, run: Execution) -> tuple[int, int, int]:
         """Bytes of this rank's queries, of its keys, and of one statistic per token and global head."""
@@ -339,10 +347,10 @@ class AttentionSpec(AttentionCoreSpec):
         # Gradients of queries and keys, and of these and values, side by side.
         parts: list[Operation] = [Pass("B", "copy", 2 * (q + k)), Pass("B", "copy", 2 * (q + 2 * k))]
         computed = Operations([], parts[1:]).then(computed).then(Operations([], parts[:1]))
-        made = computed.then(self._core(run, self.width, self.width))
+        between = computed.then(self._core(run, self.width, self.width))
         total = self.qkv.operations(run, split, reached)
         reached = reached or self.qkv.trains or any(norm.trains for norm in self.head_norms)
-        total = total.then(made.reached(reached)).then(self.out.operations(run, split, reached))
+        total = total.then(between.reached(reached)).then(self.out.operations(run, split, reached))
         if "rotated" in recomputed and reached:
             total.backward[:0] = [again(op) for op in computed.forward]
         return total
@@ -386,7 +394,7 @@ class AttentionSpec(AttentionCoreSpec):
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max(self.repeated(run, recomputed), self.out.exact(run)) if run.exact else 0
+        return max(self.repeated(run, recomputed), self.out.products_forward(run)) if run.exact else 0
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out; the output is not there yet."""
@@ -395,8 +403,8 @@ class AttentionSpec(AttentionCoreSpec):
         rotated = q + k if self._computed else 0
         rotation = run.function((q + k) // run.byte) - q
         if "rotated" in recomputed:
-            return max(self.qkv.exact(run) - q, rotated + max(rotation, core))
-        return max(self.qkv.exact(run) - q - rotated, rotation, core)
+            return max(self.qkv.products_forward(run) - q, rotated + max(rotation, core))
+        return max(self.qkv.products_forward(run) - q - rotated, rotation, core)
 
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
@@ -405,7 +413,7 @@ class AttentionSpec(AttentionCoreSpec):
         rotated = q + k if self._computed else 0
         deferred = split and not self.out.set_aside(run, split)
         product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
-        out = gathered + max(self.out.eight_bits(run), q + product)
+        out = gathered + max(self.out.input_gradient(run), q + product)
         moments = [Moment(out, gathered + q, self.out.matrices, self.out.aside(run, split))]
         # Recomputed queries and keys; the gradients of all three.
         operands = deferred and self.out.trained

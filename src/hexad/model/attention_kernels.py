@@ -1,13 +1,13 @@
-"""Which kernel computes attention on one rank: chosen here, from what the device and PyTorch have. Tiles,
-over context ranks and with dropped probabilities, have their own: :mod:`hexad.parallel.context.kernels`.
+"""The attention kernels of one device, and attention of one rank by them.
 
 - *varlen*: one kernel for all documents of a microbatch, and for sliding windows: FlashAttention (Dao, arXiv
   2307.08691) through ``torch.nn.attention.varlen``; GPUs, 16-bit formats.
 - *sdpa*: PyTorch's ``scaled_dot_product_attention``, which chooses among flash, cuDNN, memory-efficient and
   plain kernels; one call per document, and for sliding windows blocks of queries.
 
-FlashAttention 3 or 4 takes the place of PyTorch's own flash kernels where its package is installed and
-computes what the model needs.
+What computes a layer's attention is decided by :mod:`hexad.parallel.attention_choice`. FlashAttention 3 or 4
+takes the place of PyTorch's own flash kernels where its package is installed and computes what the model
+needs.
 """
 
 import inspect
@@ -16,12 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hexad.parallel.attention_choice import AttentionFacts, AttentionMethod, choose_attention
 from hexad.parallel.context.spans import Spans
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Computes causal attention inside spans (sequences or documents) of flattened tokens.
+    """A layer's attention by the kernels of a device, inside spans (sequences or documents) of flattened
+    tokens.
 
     Attributes:
         scale: what scores are multiplied by.
@@ -51,20 +53,58 @@ class AttentionKernel:
             k, v: ``[tokens, key/value heads, width]``.
             spans: of the tokens.
         """
-        windowed = self.window is not None and self.window < spans.longest
-        if self.varlen is not None and (spans.bounds is not None or windowed):
-            window = (self.window - 1 if self.window is not None and windowed else -1, 0)
-            offsets, longest = spans.offsets(q.device), spans.longest
-            out = self.varlen(
-                q, k, v, offsets, offsets, longest, longest, scale=self.scale, window_size=window
-            )
-            return out.flatten(1)
+        return self.compute(choose_attention(self.facts(q, spans)), q, k, v, spans)
+
+    def compute(self, method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+        """The same by a method, ``VARLEN`` or ``SDPA``."""
+        if method is AttentionMethod.VARLEN:
+            return self._by_varlen(q, k, v, spans)
         if spans.bounds is None:
             return self._equal_spans(q, k, v, spans.sequences)
         # One call per document: no mask to build, and no arithmetic between documents.
         lengths = [end - begin for begin, end in pairwise(spans.bounds)]
         parts = zip(q.split(lengths), k.split(lengths), v.split(lengths))
         return torch.cat([self._equal_spans(*part, 1) for part in parts])
+
+    def facts(
+        self, q: Tensor, spans: Spans, exact: bool = False, ring: int = 1, dropped: bool = False
+    ) -> AttentionFacts:
+        """The facts of the choice for queries ``[tokens, heads, width]``.
+
+        Args:
+            q: of this rank.
+            spans: of the tokens.
+            exact, ring, dropped: see :class:`~hexad.parallel.attention_choice.AttentionFacts`.
+        """
+        windowed = self.window is not None and self.window < spans.longest
+        cpu, documents = q.device.type == "cpu", spans.bounds is not None
+        varlen = self.varlen is not None
+        return AttentionFacts(
+            cpu, q.dtype.itemsize, q.shape[-1], varlen, exact, ring, dropped, documents, windowed
+        )
+
+    def cached_facts(
+        self, q: Tensor, cpu: bool, cache: Literal["keys", "latents"], longest: int, single: bool
+    ) -> AttentionFacts:
+        """The facts of the choice where keys of earlier tokens are cached.
+
+        Args:
+            q: ``[tokens, heads, width]``.
+            cpu: the cache is arranged for a CPU's kernels.
+            cache: what is kept.
+            longest: tokens of the longest sequence, the new ones included.
+            single: every sequence has one new token.
+        """
+        windowed = self.window is not None and self.window < longest
+        facts = AttentionFacts(cpu, q.dtype.itemsize, q.shape[-1], self.varlen is not None)
+        return facts._replace(windowed=windowed, cache=cache, single=single)
+
+    def _by_varlen(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+        assert self.varlen is not None
+        window = (self.window - 1 if self.window is not None and self.window < spans.longest else -1, 0)
+        offsets, longest = spans.offsets(q.device), spans.longest
+        out = self.varlen(q, k, v, offsets, offsets, longest, longest, scale=self.scale, window_size=window)
+        return out.flatten(1)
 
     def _equal_spans(self, q: Tensor, k: Tensor, v: Tensor, spans: int) -> Tensor:
         """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``."""
@@ -118,7 +158,7 @@ def _blocks(x: Tensor, size: int, step: int) -> Tensor:
     return x.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
-def choose(
+def device_kernel(
     device: torch.device,
     dtype: torch.dtype,
     heads: int,
@@ -127,7 +167,7 @@ def choose(
     scale: float,
     window: int | None,
 ) -> AttentionKernel:
-    """The kernel for a layer with this rank's ``heads`` and ``kv_heads`` of ``width`` features."""
+    """The kernels for a layer with this rank's ``heads`` and ``kv_heads`` of ``width`` features."""
     flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     kernel = varlen(device, dtype, heads, kv_heads, width, window is not None)
     return AttentionKernel(scale, window, kernel, flash)
@@ -173,22 +213,22 @@ def _refusal(
     v = (k.detach() + places[:, None, None]).requires_grad_()
     try:
         if kernel is None:
-            means, wanted = AttentionKernel(1.0)(q, k, v, Spans(4, 1)), _MEANS
+            means, expected = AttentionKernel(1.0)(q, k, v, Spans(4, 1)), _MEANS
         else:
             offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
             means = kernel(q, k, v, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0)).flatten(1)
-            wanted = _WINDOW_MEANS
+            expected = _WINDOW_MEANS
         means.float().sum().backward()
     except Exception as error:  # of any kind: FlashAttention's packages assert, or fail as they generate code
         return _brief(error)
     gradient = torch.zeros(4) if v.grad is None else v.grad[:, 0, 0].float().cpu() * kv_heads / heads
-    pairs = zip((means[:, -1].detach().float().cpu(), gradient), wanted)
-    right = all(torch.allclose(values, torch.tensor(expected), atol=0.02) for values, expected in pairs)
+    pairs = zip((means[:, -1].detach().float().cpu(), gradient), expected)
+    right = all(torch.allclose(values, torch.tensor(numbers), atol=0.02) for values, numbers in pairs)
     return None if right else "it computes other values"
 
 
 _MEANS = (0.0, 0.5, 1.0, 1.5), (25 / 12, 13 / 12, 7 / 12, 1 / 4)
-"""Of the places that each of four tokens sees in :func:`_refusal`, and how often each counts in them all."""
+"""Means of the places that each of four tokens sees in :func:`_refusal`, and their gradients."""
 _WINDOW_MEANS = (0.0, 1.0, 1.5, 2.5), (1.0, 1.5, 1.0, 0.5)
 """The same for spans of one and three tokens, each of which sees one before it."""
 

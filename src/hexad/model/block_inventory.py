@@ -141,11 +141,11 @@ class BranchSpec(ABC):
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
-        return max((linear.exact(run) for linear in self.linears), default=0)
+        return max((linear.products_forward(run) for linear in self.linears), default=0)
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
         """As :meth:`forward`, where the last product is left out: its result is not used."""
-        return max((linear.exact(run) for linear in self.linears[:-1]), default=0)
+        return max((linear.products_forward(run) for linear in self.linears[:-1]), default=0)
 
     @abstractmethod
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
@@ -182,7 +182,7 @@ class BlockSpec:
         return hash(self.branches)
 
     def __hash__(self) -> int:
-        """That of the branches, computed once: layers are counted by kind."""
+        """The FLOPs of the branches, computed once: layers are counted by kind."""
         return self._hash
 
     @property

@@ -23,7 +23,7 @@ from hexad.parallel.exact_inventory import Blocks, blocks, parts_of
 from hexad.topology.mesh import Axis
 
 _WEIGHT_UNIT = 2.0**-31
-"""Of the exponentials of scores, of which the highest is 1: no query sees ``2^22`` keys."""
+"""The unit of the exponentials of scores, of which the highest is 1: no query sees ``2^22`` keys."""
 
 
 class Keys(NamedTuple):
@@ -46,7 +46,7 @@ class Keys(NamedTuple):
 
 
 def on_grid(k: Tensor, v: Tensor) -> Keys:
-    """Of keys and values ``[tokens, key/value heads, width]``."""
+    """Round keys and values ``[tokens, key/value heads, width]``."""
 
     def rounded_keys(part: Tensor) -> Tensor:
         wide = part.double()
@@ -63,11 +63,12 @@ def on_grid(k: Tensor, v: Tensor) -> Keys:
 
 
 def _score_digits(k: Tensor) -> int:
-    """Of queries and keys."""
+    """Binary digits of queries and keys."""
     return (exact.DIGITS - exact.digits_of(k.shape[-1])) // 2
 
 
 def _value_digits(dtype: torch.dtype) -> int:
+    """Binary digits of values."""
     return 24 if dtype == torch.float32 else 16
 
 
@@ -116,7 +117,7 @@ class Wide(NamedTuple):
 
     @classmethod
     def of(cls, kept: Keys) -> Wide:
-        """Of some sequences', ``[sequences, keys, key/value heads, ...]``."""
+        """Convert the keys and values of some sequences, ``[sequences, keys, key/value heads, ...]``."""
         keys, values = (
             x.permute(0, 2, 1, 3).to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
             for x in kept[:2]
@@ -168,7 +169,7 @@ def attend(q: Tensor, kept: Wide, visible: Visible, scale: float) -> Tensor:
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens of a sequence whose attention is computed.
+    """Consecutive tokens of a sequence whose attention is computed.
 
     Attributes:
         position: of the first.
@@ -184,17 +185,18 @@ class Run(NamedTuple):
 def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
     """``q [tokens, heads, width]`` of a run, and ``kept [keys, ...]`` from :func:`on_grid`, up to those of
     the last token at least -> ``[tokens, heads, width]``."""
-    groups = kept.keys.shape[1]
-    wide, heads, out = Wide.of(kept.part(None)), q.shape[1] // groups, torch.empty_like(q)
-    for begin, end, first, last in _tiles(len(q), heads, groups, run, blocks(q.device.type == "cpu")):
+    kv_heads = kept.keys.shape[1]
+    wide, heads, out = Wide.of(kept.part(None)), q.shape[1] // kv_heads, torch.empty_like(q)
+    for begin, end, first, last in _tiles(len(q), heads, kv_heads, run, blocks(q.device.type == "cpu")):
         position = torch.arange(run.position + begin, run.position + end, device=q.device)[None]
         seen = position + 1 if run.window is None else (position + 1).clamp(max=run.window)
         low = run.origin if run.window is None else max(run.origin, run.position + begin + 1 - run.window)
         keys = slice(low - run.origin, run.position + end - run.origin)
         visible = Visible(position + 1 - seen - low, position + 1 - low, seen, end == begin + 1)
-        mine, some = slice(first * heads, last * heads), slice(first, last)
-        part = Wide(wide.keys[some, keys], wide.values[some, keys], wide.tops[some, keys])
-        out[begin:end, mine] = attend(q[None, begin:end, mine].contiguous(), part, visible, scale)[0]
+        query_heads, groups = slice(first * heads, last * heads), slice(first, last)
+        part = Wide(wide.keys[groups, keys], wide.values[groups, keys], wide.tops[groups, keys])
+        rows = q[None, begin:end, query_heads].contiguous()
+        out[begin:end, query_heads] = attend(rows, part, visible, scale)[0]
     return out
 
 
@@ -244,6 +246,6 @@ def attention(
     for segment in segments(slice_, axis.rank):
         start, rows = slice_.bounds[segment.document], segment.end - segment.begin
         run = Run(segment.begin - start, 0, window)
-        mine = q[segment.row : segment.row + rows]
-        outputs.append(attend_run(mine, kept.part(slice(start, segment.end)), run, scale))
+        queries = q[segment.row : segment.row + rows]
+        outputs.append(attend_run(queries, kept.part(slice(start, segment.end)), run, scale))
     return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1)

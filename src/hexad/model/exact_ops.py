@@ -35,19 +35,19 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        given, wanted = list(ctx.rest), ctx.needs_input_grad[2:]
+        arguments, needed = list(ctx.rest), ctx.needs_input_grad[2:]
         for place, tensor in zip(ctx.places, ctx.saved_tensors):
-            given[place] = tensor.detach().requires_grad_(wanted[place])
+            arguments[place] = tensor.detach().requires_grad_(needed[place])
         with torch.enable_grad():
-            result = ctx.usual(*given)
-        inputs = [part for part, needed in zip(given, wanted) if needed]
-        made = iter(torch.autograd.grad(result, inputs, gradient, allow_unused=True))
-        return None, None, *(next(made) if needed else None for needed in wanted)
+            result = ctx.usual(*arguments)
+        inputs = [argument for argument, differentiated in zip(arguments, needed) if differentiated]
+        gradients = iter(torch.autograd.grad(result, inputs, gradient, allow_unused=True))
+        return None, None, *(next(gradients) if differentiated else None for differentiated in needed)
 
 
 def replaced(function: Callable[..., Tensor], usual: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """What ``function`` makes of the arguments; the backward pass is that of ``usual``, which computes the
-    same, but for rounding, and runs again in it."""
+    """The result of ``function``; the backward pass runs ``usual`` again, which computes the same but for
+    rounding, and differentiates that."""
     result: Tensor = applied(_Replaced, function, usual, *arguments)
     return result
 

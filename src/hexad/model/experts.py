@@ -37,9 +37,10 @@ class Experts(ShardedModule):
         }
         self.layer, self.gated = layer, inventory.gated
         settings = inventory.settings
-        static = on_device(shard.device, shard.dtype) and not shard.exact
+        self.arithmetic = shard.arithmetic.unrounded
+        static = on_device(shard.device, shard.dtype) and self.arithmetic.batched
         ranks = shard.experts
-        kind = inventory.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
+        kind = inventory.routing.dispatcher(ranks.axis.size, ranks.slices, shard.exact)
         if ranks.axis.size > 1:
             check_kind(kind, shard.device)
         self.dispatcher = Dispatcher(
@@ -64,8 +65,7 @@ class Experts(ShardedModule):
             if counts is not None and route.missed is not None:
                 counts[-1] += route.missed
             of_rows = where.auxiliary.attach(of_rows, routing.losses, self.layer, counts, unused)
-        exactly = self.shard.exact
-        functions = exact_ops if exactly else ops
+        functions = exact_ops if self.shard.exact else ops
         activation = functions.weighted_swiglu if self.gated else functions.weighted_gelu
         inner = self._product("gate_up", rows, route.offsets)
         activated = recomputable("moe_act", activation, inner, of_rows, self.shard.compiled)
@@ -73,17 +73,17 @@ class Experts(ShardedModule):
 
     def _product(self, part: str, x: Tensor, offsets: Tensor, unused: bool = False) -> Tensor:
         """Rows times the matrices of their experts, and what the adapters of these add."""
-        exactly = self.shard.exact
-        y = grouped_linear(x, getattr(self, part), offsets, exactly, unused)
+        arithmetic = self.arithmetic
+        y = grouped_linear(x, getattr(self, part), offsets, arithmetic, unused)
         if part not in self.adapters:
             return y
         a, b = (getattr(self, name) for name in self.adapters[part])
-        between = grouped_linear(x, a, offsets, exactly)
-        return torch.add(y, grouped_linear(between, b, offsets, exactly, unused), alpha=self.scale)
+        between = grouped_linear(x, a, offsets, arithmetic)
+        return torch.add(y, grouped_linear(between, b, offsets, arithmetic, unused), alpha=self.scale)
 
 
 class SharedGate(ShardedModule):
-    """What the shared experts' output of a token is multiplied by."""
+    """The factor of the shared experts' output for each token."""
 
     weight: nn.Parameter
 
@@ -93,12 +93,12 @@ class SharedGate(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[rows, hidden]`` -> ``[rows, 1]``."""
-        scores = logits(x, self.weight, self.shard.wide, self.shard.exact)
+        scores = logits(x, self.weight, self.shard.wide, self.shard.arithmetic.unrounded)
         return (exact_ops.sigmoid(scores) if self.shard.exact else scores.sigmoid()).to(x.dtype)
 
 
 def _unfilled(x: Tensor, axis: Axis) -> Tensor:
-    """What :func:`gather_first` returns, of any values: nothing is sent."""
+    """A tensor of the shape that :func:`gather_first` returns, with any values; nothing is sent."""
     return x.new_empty((axis.size * len(x), *x.shape[1:]))
 
 
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, inventory: ExpertsSpec, shard: Shard, layer: int) -> None:
         super().__init__()
         self.shard = shard
-        self.router = Router(inventory.router, shard, layer)
+        self.router = Router(inventory.routing.router, shard, layer)
         self.experts = Experts(inventory, shard, layer)
         self.shared: FeedForward | None = None
         self.shared_gate: SharedGate | None = None
@@ -139,7 +139,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def last(self) -> MixtureOfExperts:
-        """What makes the branch's result."""
+        """The module that makes the branch's result."""
         return self
 
     def forward(self, x: Tensor, where: Geometry) -> Tensor:

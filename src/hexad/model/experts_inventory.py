@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
-from hexad.config.model import DispatcherName, MoeSettings
-from hexad.parallel.expert.kinds import Bound
+from hexad.config.model import MoeSettings
 from hexad.parallel.inventory import (
-    Collective,
     Execution,
     Moment,
     Operation,
@@ -25,65 +23,15 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
 from .recompute_inventory import NOTHING, Parts
+from .routing_inventory import RoutingSpec, narrow_product
 
-BESIDE_LOADS = 3
-"""Statistics of a layer that are counted beside the loads of its experts: entropy, dropped, missed."""
 ACTIVATED = 1 << 18
 """Elements of a block of rows, of which a host's processor keeps what functions make of it in its cache."""
-_INDEX = 8
-"""Bytes of an index."""
-_ROUTING = 7
-"""Kernels of each of: scores and choice, indexes of rows, gradients of scores."""
-
-
-@dataclass(frozen=True)
-class RouterSpec:
-    """What chooses experts: a matrix, whole on every rank, and a bias for each expert.
-
-    Attributes:
-        layer: what it has in common with the layer's branches.
-        settings: of the experts.
-    """
-
-    layer: LayerTraits
-    settings: MoeSettings
-
-    @property
-    def name(self) -> str:
-        """The module's name, from the stage's root."""
-        return f"{self.layer.prefix}ffn.router"
-
-    @property
-    def trains(self) -> bool:
-        """Whether its matrix is trained."""
-        return f"{self.name}.weight" not in self.layer.frozen
-
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """The matrix, of whose gradient every tensor rank computes the part of its own tokens; the bias,
-        which is changed after each step, by loads."""
-        layer, name, shape = self.layer, f"{self.name}.weight", (self.settings.experts, self.layer.hidden)
-        frozen = name in layer.frozen
-        weight = Weight(
-            name,
-            shape,
-            partial=frozenset({"tensor"}),
-            decay=True,
-            std=layer.std,
-            unit=layer.unit,
-            frozen=frozen,
-        )
-        parameters = (Parameter(name, (weight,)),)
-        if not self.settings.biased:
-            return parameters
-        name = f"{self.name}.bias"
-        bias = Weight(name, (self.settings.experts,), unit=layer.unit, frozen=True, wide=True)
-        return (*parameters, Parameter(name, (bias,)))
 
 
 @dataclass(frozen=True)
 class GateSpec:
-    """What the shared experts' output is weighted by: a row, whole on every rank.
+    """The gate by which the shared experts' output is weighted: a row, whole on every rank.
 
     Attributes:
         layer: what it has in common with the layer's branches.
@@ -239,9 +187,9 @@ class ExpertsSpec(BranchSpec):
         return tuple(name for name, coefficient in named.items() if coefficient)
 
     @cached_property
-    def router(self) -> RouterSpec:
-        """What chooses the experts."""
-        return RouterSpec(self.layer, self.settings)
+    def routing(self) -> RoutingSpec:
+        """The choice of experts, and the way of rows to them."""
+        return RoutingSpec(self.layer, self.settings)
 
     @cached_property
     def shared(self) -> FeedForwardSpec | None:
@@ -253,7 +201,7 @@ class ExpertsSpec(BranchSpec):
 
     @property
     def gate(self) -> GateSpec | None:
-        """What the shared experts are weighted by."""
+        """The gate of the shared experts."""
         return GateSpec(self.layer) if self.shared is not None and self.settings.shared_gate else None
 
     @cached_property
@@ -276,7 +224,7 @@ class ExpertsSpec(BranchSpec):
         """The parameters in the order of the module."""
         shared = self.shared.parameters if self.shared is not None else ()
         gate = self.gate.parameters if self.gate is not None else ()
-        return (*self.router.parameters, *self.matrices, *shared, *gate)
+        return (*self.routing.router.parameters, *self.matrices, *shared, *gate)
 
     @property
     def outputs(self) -> tuple[tuple[str, ...], ...]:
@@ -293,29 +241,7 @@ class ExpertsSpec(BranchSpec):
         """Whether the backward pass needs its input: the router does."""
         return True
 
-    def dispatcher(self, ranks: int, slices: int, exact: bool) -> DispatcherName:
-        """How rows reach their experts: what sends less, unless it is set. In exact arithmetic each of a
-        token's experts sends its result."""
-        if exact:
-            return "alltoall"
-        if self.settings.dispatcher != "auto":
-            return self.settings.dispatcher
-        return "all_gather" if ranks < self.settings.top_k * slices else "alltoall"
-
     # Products and memory
-
-    def tokens(self, run: Execution) -> int:
-        """Tokens whose experts a rank chooses."""
-        return -(-run.tokens // run.tensor)
-
-    def rows(self, run: Execution) -> int:
-        """Rows of a rank's experts: as many as ``run.load`` says, up to all that could choose them."""
-        ranks, local = run.expert * run.expert_tensor, self.settings.experts // run.expert
-        load = min(run.load, float(ranks * local))  # more than there can be
-        bound = Bound(load, self.tokens(run), self.settings.top_k, ranks, run.expert_tensor, local)
-        static = ranks > 1 and not run.cpu  # buffers have a static size
-        slots = static and self.dispatcher(ranks, run.expert_tensor, run.exact) == "alltoall"
-        return ranks * bound.slots if slots else bound.rows
 
     def _widths(self, run: Execution) -> tuple[int, int]:
         """Outputs of the first product of a rank's experts, and inputs of the second."""
@@ -331,14 +257,14 @@ class ExpertsSpec(BranchSpec):
     ) -> Operations:
         """The router, the rows' way to their experts, these, and the way back; beside them what every token
         passes."""
-        hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.rows(run)
+        hidden, (outputs, inner), rows = self.layer.hidden, self._widths(run), self.routing.rows(run)
         experts, (first, second) = self.settings.experts // run.expert, self.stacks
-        send, back = self._sent(run, reached)
+        send, back = self.routing.moves(run, reached)
         activated = Pass("F", "activation", rows * (outputs + inner) * run.byte)
         gradient: list[Operation] = [Pass("B", "activation", rows * (2 * outputs + inner) * run.byte)]
-        before = self._routed_operations(run, reached).then(send)
+        before = self.routing.operations(run, reached).then(send)
         # Products leave out what is empty in buffers of a static size.
-        filled = min(rows, self.tokens(run) * self.settings.top_k * run.expert_tensor)
+        filled = min(rows, self.routing.tokens(run) * self.settings.top_k * run.expert_tensor)
         before = before.then(first.operations(filled, outputs, hidden, experts, run.fp8_experts))
         before = before.then(Operations([activated], gradient))
         after = second.operations(filled, hidden, inner, experts, run.fp8_experts)
@@ -353,170 +279,48 @@ class ExpertsSpec(BranchSpec):
                 shared = shared.then(self._gated(run))
             ends += 1 + shared.last
             # What makes the result comes last in the forward pass: it is not repeated.
-            made = shared.forward[len(shared.forward) - shared.last :]
+            products = shared.forward[len(shared.forward) - shared.last :]
             before = Operations(shared.forward[: len(shared.forward) - shared.last], shared.backward).then(
                 before
             )
-            after = Operations([*made, *after.forward, added], [added._replace(action="B"), *after.backward])
+            after = Operations(
+                [*products, *after.forward, added], [added._replace(action="B"), *after.backward]
+            )
         return before.then(after)._replace(last=ends)
-
-    def _single(self, run: Execution, tokens: int, features: int, frozen: bool) -> Operations:
-        """A product of a few outputs, of values that are widened for the backward pass."""
-        hidden = self.layer.hidden
-        widened = Pass("B", "copy", tokens * hidden * (run.byte + run.wide))
-        backward: list[Operation] = [Product("B", tokens, hidden, features, wide=True), widened]
-        if not frozen:
-            backward += [widened, Product("W", features, hidden, tokens, wide=True)]
-        return Operations([Product("F", tokens, features, hidden)], backward)
 
     def _gated(self, run: Execution) -> Operations:
         """The gate of the shared experts, and what it multiplies."""
         assert self.gate is not None
         stream = run.stream(self.layer.hidden)
-        scores = self._single(run, run.rows, 1, self.gate.parameters[0].frozen)
+        scores = narrow_product(run, run.rows, self.layer.hidden, 1, self.gate.parameters[0].frozen)
         backward: list[Operation] = [Pass("B", "activation", 5 * stream, 2)]
         return scores.then(Operations([Pass("F", "activation", 2 * stream)], backward))
 
-    def _routed_operations(self, run: Execution, reached: bool) -> Operations:
-        """Scores, the choice of experts, and the weights of those chosen."""
-        tokens, settings = self.tokens(run), self.settings
-        scores, pairs = tokens * settings.experts * run.wide, tokens * settings.top_k * _INDEX
-        frozen = self.router.parameters[0].frozen
-        forward: list[Operation] = [
-            *self._shared_routing(run),
-            Pass("F", "routing", 12 * scores, _ROUTING),
-            Pass("F", "routing", 16 * pairs, _ROUTING + (3 * settings.top_k if settings.normalise else 0)),
-        ]
-        backward: list[Operation] = [Pass("B", "routing", 6 * scores, _ROUTING)]
-        whole = self._divided(run) * run.tensor
-        gather: list[Operation] = (
-            [Collective("B", "tensor", "all_gather", whole)] if whole and reached else []
-        )
-        routed = self._single(run, tokens, settings.experts, frozen)
-        return Operations([], gather).then(routed).then(Operations(forward, backward))
-
-    @property
-    def routers_agree(self) -> bool:
-        """Whether routers look at all tokens of a microbatch."""
-        settings = self.settings
-        balanced = settings.aux_loss and settings.balance != "step"
-        return bool(balanced or settings.capacity_factor is not None)
-
-    def _shared_routing(self, run: Execution) -> list[Operation]:
-        """What routers send each other: tokens' experts, where an expert's capacity decides over all of a
-        microbatch's tokens, and loads that are balanced over these."""
-        settings, operations = self.settings, list[Operation]()
-        chosen = self.tokens(run) * (settings.top_k + 1) * _INDEX
-        groups = run.sequences if settings.balance == "sequence" else 1
-        loads = groups * settings.experts * run.wide
-        for axis, ranks in (("tensor", run.tensor), ("context", run.context)):
-            chosen *= ranks
-            if ranks > 1 and settings.capacity_factor is not None and not run.imposed:
-                operations.append(Collective("F", axis, "all_gather", chosen))
-        for axis, ranks in (("tensor", run.tensor), ("context", run.context)):
-            if ranks > 1 and settings.aux_loss and settings.balance != "step":
-                operations.append(Collective("F", axis, "all_reduce", loads))
-        return operations
-
-    def _sent(self, run: Execution, reached: bool) -> tuple[Operations, Operations]:
-        """Rows' way to their experts, with their pairs' weights, and back; either is the other's backward
-        pass. Gradients of rows, and of weights, are sent back where they are needed."""
-        ranks, slices, hidden = run.expert * run.expert_tensor, run.expert_tensor, self.layer.hidden
-        rows, tokens, top_k = self.rows(run), self.tokens(run), self.settings.top_k
-        row, pair = rows * hidden * run.byte, rows * run.wide
-        moved = Pass("F", "permutation", 2 * row)
-        ids: list[Operation] = [Pass("F", "routing", 8 * tokens * top_k * _INDEX, _ROUTING)]
-        scatter: list[Operation] = [moved]
-        collect: list[Operation] = [Pass("F", "permutation", (rows + tokens) * hidden * run.byte)]
-        values: list[Operation] = [Pass("F", "permutation", 2 * pair)]
-        home = values
-        if ranks > 1 and self.dispatcher(ranks, slices, run.exact) == "all_gather":
-            every = ranks * tokens
-            gather, scattered = (
-                Collective("F", "expert", operation, every * hidden * run.byte)
-                for operation in ("all_gather", "reduce_scatter")
-            )
-            pairs = gather._replace(nbytes=every * top_k * run.wide)
-            ids.insert(0, gather._replace(nbytes=every * top_k * _INDEX))
-            scatter = [gather, moved]
-            collect = [Pass("F", "permutation", (rows + every) * hidden * run.byte), scattered]
-            values, home = [pairs, *values], [*values, pairs._replace(operation="reduce_scatter")]
-        elif ranks > 1:
-            out, back = self._exchanges(run, hidden * run.byte)
-            counts = self.settings.experts * slices * 4
-            ids.append(Collective("F", "expert", "all_to_all", counts))
-            scatter, collect = [moved, out, moved], [moved, back, *collect]
-            out, back = self._exchanges(run, run.wide)
-            values, home = [*values, out], [*values, back]
-        rows_back = collect if reached else []
-        home = home if reached or self.router.trains else []
-        whole = self._divided(run) * run.tensor
-        joined: list[Operation] = [Collective("F", "tensor", "all_gather", whole)] if whole else []
-        return (
-            Operations([*ids, *scatter, *values], _backward([*rows_back, *home])),
-            Operations([*collect, *joined], _backward(scatter)),
-        )
-
-    def _exchanges(self, run: Execution, width: int) -> tuple[Collective, Collective]:
-        """Rows of so many bytes, sent to their experts and back."""
-        if run.routed is None:
-            even = Collective("F", "expert", "all_to_all", self.rows(run) * width)
-            return even, even
-        out, back = (Collective("F", "expert", "exchange", rows * width) for rows in run.routed)
-        return out, back
-
-    def _divided(self, run: Execution) -> int:
-        """Bytes of this rank's part of the input, where activations are whole on every tensor rank."""
-        divides = run.tensor > 1 and not run.sequence
-        return self.tokens(run) * self.layer.hidden * run.byte if divides else 0
-
-    def _routed(self, run: Execution) -> int:
-        """Bytes of scores, weights and indexes that are kept."""
-        settings, tokens = self.settings, self.tokens(run)
-        summed = settings.score == "topk_softmax" or (settings.normalise and settings.top_k > 1)
-        # Scores, or the logits of which some are chosen; both where a loss needs the other one, too.
-        other = settings.aux_loss if settings.score == "topk_softmax" else settings.z_loss
-        matrices = 1 + (other > 0)
-        scores = tokens * settings.experts * matrices * run.wide
-        pairs = tokens * settings.top_k * (_INDEX + (run.wide if summed else 0))
-        return scores + pairs + self._route(run) + self.rows(run) * run.wide
-
-    def _route(self, run: Execution) -> int:
-        """Bytes of the indexes by which rows are sent and sorted: places of pairs, whether they have one, and
-        pairs of rows."""
-        slices, ranks, rows = run.expert_tensor, run.expert * run.expert_tensor, self.rows(run)
-        pairs = self.tokens(run) * self.settings.top_k
-        if ranks == 1:
-            return pairs * 2 * _INDEX
-        if self.dispatcher(ranks, slices, run.exact) == "all_gather":
-            return ranks * pairs * (_INDEX + 1) + rows * _INDEX
-        return slices * pairs * (2 * _INDEX + 1) + rows * 2 * _INDEX
-
     def kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes, its input left out."""
-        (outputs, inner), rows = self._widths(run), self.rows(run)
+        (outputs, inner), rows = self._widths(run), self.routing.rows(run)
         first, second = self.stacks
         features = outputs + (self.layer.hidden if first.trained else 0) + first.rank + second.rank
         features += 0 if "moe_act" in recomputed or not second.trained else inner
-        kept = rows * features * run.byte + self._divided(run) + self._routed(run)
+        kept = rows * features * run.byte + self.routing.divided(run) + self.routing.kept(run)
         return kept + (self.shared.kept(run, recomputed) if self.shared is not None else 0)
 
     def operands(self, run: Execution) -> int:
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
-        (outputs, inner), rows, hidden = self._widths(run), self.rows(run), self.layer.hidden
+        (outputs, inner), rows, hidden = self._widths(run), self.routing.rows(run), self.layer.hidden
         first, second = self.stacks
         features = (hidden + outputs) * first.trained + (inner + hidden) * second.trained
         features += 2 * (first.rank + second.rank)
-        router = self.tokens(run) * (self.settings.experts * run.wide)
-        operands = rows * features * run.byte + router + self._divided(run)
-        if not self._divided(run):
+        router = self.routing.tokens(run) * (self.settings.experts * run.wide)
+        operands = rows * features * run.byte + router + self.routing.divided(run)
+        if not self.routing.divided(run):
             operands += run.stream(hidden)  # the router's input
         return operands + (self.shared.operands(run) if self.shared is not None else 0)
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept: of the experts, then of the shared ones."""
         sizes = self._sizes(run)
-        back = sizes.rows + self._collected(run)
+        back = sizes.rows + self.routing.collecting(run)
         back = max(back, 3 * sizes.rows) if self.stacks[1].rank else back
         alive = sizes.rows + sizes.outputs + sizes.inner + back
         return self._alone(run, recomputed, alive)
@@ -533,7 +337,7 @@ class ExpertsSpec(BranchSpec):
         sizes, stream = self._sizes(run), run.stream(self.layer.hidden)
         if self.stacks[0].rank:  # its product, that of its adapters, and the sum
             alive = max(alive, sizes.rows + 3 * sizes.outputs)
-        alive = max(alive, self._scattered(run))
+        alive = max(alive, self.routing.scattering(run))
         above = alive - self._rows_kept(run, recomputed)
         if self.shared is None:
             return above
@@ -543,37 +347,18 @@ class ExpertsSpec(BranchSpec):
 
     def _sizes(self, run: Execution) -> RowBytes:
         """Bytes of this rank's rows before, between and after the products, and of its tokens."""
-        (outputs, inner), row = self._widths(run), self.rows(run) * run.byte
+        (outputs, inner), row = self._widths(run), self.routing.rows(run) * run.byte
         hidden = self.layer.hidden
-        return RowBytes(row * hidden, row * outputs, row * inner, self.tokens(run) * hidden * run.byte)
+        return RowBytes(
+            row * hidden, row * outputs, row * inner, self.routing.tokens(run) * hidden * run.byte
+        )
 
     def _rows_kept(self, run: Execution, recomputed: Parts) -> int:
         """Bytes of rows that are kept."""
         (first, second), sizes = self.stacks, self._sizes(run)
-        adapters = self.rows(run) * (first.rank + second.rank) * run.byte
+        adapters = self.routing.rows(run) * (first.rank + second.rank) * run.byte
         activated = 0 if "moe_act" in recomputed or not second.trained else sizes.inner
         return sizes.outputs + (sizes.rows if first.trained else 0) + activated + adapters
-
-    def _scattered(self, run: Execution) -> int:
-        """Bytes while rows are brought to their experts: as they are sent, as they arrive, and sorted; or the
-        tokens of all ranks, and rows."""
-        sizes, ranks = self._sizes(run), run.expert * run.expert_tensor
-        if ranks == 1:
-            return sizes.rows
-        if self.dispatcher(ranks, run.expert_tensor, run.exact) == "all_gather":
-            return ranks * sizes.tokens + sizes.rows
-        return 3 * sizes.rows
-
-    def _collected(self, run: Execution) -> int:
-        """Bytes while rows are brought back and added up, beside these: as they are sent and as they arrive,
-        or the sums of the tokens of all ranks; and the result."""
-        sizes, ranks = self._sizes(run), run.expert * run.expert_tensor
-        if ranks == 1:
-            return sizes.tokens
-        if self.dispatcher(ranks, run.expert_tensor, run.exact) == "all_gather":
-            received = ranks * sizes.tokens if run.cpu else 0
-            return ranks * sizes.tokens + received + sizes.tokens
-        return max(2 * sizes.rows, sizes.rows + sizes.tokens)
 
     def _activating(self, run: Execution) -> int:
         """Bytes that the activation's backward pass needs for a moment; on a CPU for some rows at a time."""
@@ -594,7 +379,7 @@ class ExpertsSpec(BranchSpec):
         # Of adapters: the scaled gradient, and gradients of the same rows by both ways.
         more = sizes.rows + sizes.inner if second.rank else 0
         down = live + sizes.rows + again + sizes.inner
-        needed = max(live + self._scattered(run), down + more)
+        needed = max(live + self.routing.scattering(run), down + more)
         moments.append(Moment(needed, down, second.parameters))
         live += sizes.inner - kept + (sizes.rows + sizes.inner if split and second.trained else 0)
         activation = live + sizes.outputs + self._activating(run)
@@ -602,20 +387,15 @@ class ExpertsSpec(BranchSpec):
         up = live + sizes.rows + (sizes.outputs + sizes.rows if first.rank else 0)
         if not (split and first.trained):
             live -= sizes.outputs + (sizes.rows if first.trained else 0)
-        back = live + sizes.rows + self._collected(run)
+        back = live + sizes.rows + self.routing.collecting(run)
         moments.append(Moment(max(activation, up, back), up, first.parameters))
         live += sizes.tokens
-        moments.append(Moment(live + stream, live, (self.router.parameters[0],)))
+        moments.append(Moment(live + stream, live, (self.routing.router.parameters[0],)))
         return moments
 
     def weight_moments(self, run: Execution) -> list[Moment]:
         """Memory of ``W``."""
         moments = self.shared.weight_moments(run) if self.shared is not None else []
         first, second = self.stacks
-        ours = (*second.parameters, *first.parameters, self.router.parameters[0])
+        ours = (*second.parameters, *first.parameters, self.routing.router.parameters[0])
         return [*moments, *(Moment(0, 0, (parameter,)) for parameter in ours)]
-
-
-def _backward(operations: list[Operation]) -> list[Operation]:
-    """Operations of the forward pass that the backward pass has, too."""
-    return [operation._replace(action="B") for operation in operations]

@@ -78,15 +78,13 @@ class FeedForwardSpec(BranchSpec):
         return kept + sum(linear.kept(run) for linear in self.linears)
 
     def forward(self, run: Execution, recomputed: Parts) -> int:
-        """Bytes needed in the forward pass, above what is kept. In 8 bits the last product has copies of its
-        operand and of its weight, which has passed through a scaled copy in 16."""
+        """Bytes needed in the forward pass, above what is kept."""
         activated = run.whole(self.width // run.tensor)
-        weight = self.layer.hidden * self.width // run.tensor
-        copies = activated // 2 + (2 if run.rounded_once else 3) * weight if run.fp8 else 0
         if run.exact:
             alive = activated if "activations" in recomputed or not self.down.trained else 0
-            return max(self.repeated(run, recomputed), alive + self.down.exact(run))
-        return run.gathered(self.layer.hidden) + max(activated, copies) + self.down.dropping(run)
+            return max(self.repeated(run, recomputed), alive + self.down.products_forward(run))
+        product = max(activated, self.down.forward_copies(run))
+        return run.gathered(self.layer.hidden) + product + self.down.dropping(run)
 
     def activation(self, run: Execution) -> int:
         """Bytes that exact arithmetic needs for the activated values."""
@@ -96,8 +94,8 @@ class FeedForwardSpec(BranchSpec):
         """As :meth:`forward`, where the last product is left out."""
         activated = run.whole(self.width // run.tensor)
         if "activations" in recomputed or not self.down.trained:
-            return max(self.inner.exact(run), activated + self.activation(run))
-        return max(self.inner.exact(run) - activated, self.activation(run))
+            return max(self.inner.products_forward(run), activated + self.activation(run))
+        return max(self.inner.products_forward(run) - activated, self.activation(run))
 
     def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
@@ -106,7 +104,7 @@ class FeedForwardSpec(BranchSpec):
         making = self.activation(run) if again else 0
         deferred = split and not self.down.set_aside(run, split)
         product = max(0 if deferred else self.down.weight_product(run), self.down.dropping(run))
-        down = gathered + again + max(self.down.eight_bits(run), activated + product, making)
+        down = gathered + again + max(self.down.input_gradient(run), activated + product, making)
         # The gradient of the activated values takes the place of the values, if these were kept.
         live = activated if "activations" in recomputed or not self.down.trained else 0
         live += activated + gathered if deferred and self.down.trained else 0

@@ -28,12 +28,13 @@ from hexad.parallel.tensor.embedding_inventory import ROWS_MULTIPLE, EmbeddingSp
 
 from .attention_inventory import AttentionCoreSpec, AttentionSpec
 from .block_inventory import BlockSpec, BranchSpec, LayerTraits
-from .experts_inventory import BESIDE_LOADS, ExpertsSpec
+from .experts_inventory import ExpertsSpec
 from .families import family
 from .feedforward_inventory import FeedForwardSpec
 from .latent_attention_inventory import LatentAttentionSpec
 from .norms_inventory import NormSpec
 from .recompute_inventory import Parts, Recompute
+from .routing_inventory import BESIDE_LOADS
 from .trained import Trained
 
 

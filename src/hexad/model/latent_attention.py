@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hexad.parallel.sharding import Shard
-from hexad.parallel.tensor.linear import ColumnParallelLinear, Drop, ReplicatedLinear, RowParallelLinear
+from hexad.parallel.tensor.adapters import Drop
+from hexad.parallel.tensor.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from hexad.parallel.tensor.regions import copied, gathered_first
 
 from . import exact_ops, ops

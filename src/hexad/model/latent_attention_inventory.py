@@ -269,7 +269,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
     def forward(self, run: Execution, recomputed: Parts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         if run.exact:
-            return max(self.repeated(run, recomputed), self.out.exact(run))
+            return max(self.repeated(run, recomputed), self.out.products_forward(run))
         return self._heads_alive(run, recomputed)
 
     def _heads_alive(self, run: Execution, recomputed: Parts) -> int:
@@ -290,9 +290,9 @@ class LatentAttentionSpec(AttentionCoreSpec):
         heads = self._heads(run, self.mla.nope_dim + self.mla.value_dim)
         projected = 0 if "mla_up" in recomputed else q
         products = (
-            self.down.exact(run) - projected,
-            self.queries.exact(run) + q - projected,
-            self.kv_up.exact(run) + heads + q - projected,
+            self.down.products_forward(run) - projected,
+            self.queries.products_forward(run) + q - projected,
+            self.kv_up.products_forward(run) + heads + q - projected,
         )
         return max(core, *(product - later for product in products))
 
@@ -302,15 +302,15 @@ class LatentAttentionSpec(AttentionCoreSpec):
         gathered, values = run.gathered(self.layer.hidden), self._heads(run, self.mla.value_dim)
         deferred = split and not self.out.set_aside(run, split)
         product = max(0 if deferred else self.out.weight_product(run), self.out.dropping(run))
-        out = gathered + max(self.out.eight_bits(run), values + product)
+        out = gathered + max(self.out.input_gradient(run), values + product)
         moments = [Moment(out, gathered + values, self.out.matrices, self.out.aside(run, split))]
         operands = deferred and self.out.trained
         live = gathered if operands else 0
         uncut = live + values + (q if self._cut else 0)
         given_up = 0 if operands else self._values_kept(run)  # by the projection after it
         live -= given_up if self._cut else 0
-        again, held = self._again(run, recomputed)
-        live += held
+        again, sources = self._again(run, recomputed)
+        live += sources
         core = live + q + again + self._gradients(run)
         if self._exactly(run):  # computed again, when the projection after it has given up the output
             core += self._core_kept(run) + q
@@ -351,8 +351,8 @@ class LatentAttentionSpec(AttentionCoreSpec):
         q, k, _ = self._sizes(run)
         if "mla_up" not in recomputed:
             return 2 * k if "pairs" in recomputed and run.ulysses == 1 else 0, 0
-        held = sum(self._normed(run, recomputed)) if "latent_norms" in recomputed else 0
-        return q + 2 * k, held + (run.stream(self.layer.hidden) if self._input_held(recomputed) else 0)
+        normed = sum(self._normed(run, recomputed)) if "latent_norms" in recomputed else 0
+        return q + 2 * k, normed + (run.stream(self.layer.hidden) if self._input_held(recomputed) else 0)
 
     def _input_held(self, recomputed: Parts) -> bool:
         """Whether its input is recomputed with the queries."""

@@ -212,7 +212,7 @@ def _yarn_scaled(periods: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     width = 2 * len(periods)
 
     def index(turns: float) -> float:
-        """Of the frequency that turns so often in the original length, times two."""
+        """Twice the index of the frequency with that many turns in the original length."""
         return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = index(scaling.beta_fast), index(scaling.beta_slow)

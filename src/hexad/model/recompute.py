@@ -170,7 +170,7 @@ class _Source:
         self._function = function
         self._arguments = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         self._uses = self._asked = 0
-        self._made: Tensor | None = None
+        self._result: Tensor | None = None
 
     def use(self, pack: Callable[[Tensor], Any]) -> None:
         """Count one tensor that is cut from it. The first use keeps the arguments, as ``pack`` says: those
@@ -181,16 +181,16 @@ class _Source:
 
     def get(self) -> Tensor:
         """The tensor, of the memory layout that it had in the forward pass."""
-        if self._made is None:
+        if self._result is None:
             arguments = [a.get() if isinstance(a, _Packed) else a for a in self._arguments]
             with torch.no_grad():
                 result = self._function(*arguments)
-            self._made = result if isinstance(result, Tensor) else result[0]
-        made = self._made
+            self._result = result if isinstance(result, Tensor) else result[0]
+        tensor = self._result
         self._asked += 1
         if self._asked % self._uses == 0:
-            self._made = None
-        return made
+            self._result = None
+        return tensor
 
 
 class _Packed:

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce
 from hexad.config.model import MoeSettings
-from hexad.parallel import exact
-from hexad.parallel.contributions import applied, weight_gradient, widening_products
+from hexad.parallel.arithmetic import Arithmetic
+from hexad.parallel.contributions import applied, weight_gradient
 from hexad.parallel.sharding import Shard, ShardedModule
 
 from . import exact_ops
-from .experts_inventory import RouterSpec
 from .positions import Geometry
 from .replay import Chosen, with_weights
+from .routing_inventory import RouterSpec
 
 
 class Routing(NamedTuple):
@@ -77,13 +77,10 @@ class _Logits(torch.autograd.Function):
     """``x W^T`` in a wider format than that of both."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype, exactly: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype, arithmetic: Arithmetic) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.wide = weight, wide
-        if x.dtype.itemsize == 2 and not exactly and widening_products(x.device):
-            return torch.mm(x, weight.detach().t(), out_dtype=wide)
-        matrix = weight.detach().to(wide)
-        return exact.product(x.to(wide), matrix) if exactly else F.linear(x.to(wide), matrix)
+        return arithmetic.widened_product(x, weight.detach(), wide)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -94,9 +91,9 @@ class _Logits(torch.autograd.Function):
         return grad_x, weight_gradient(ctx.weight, gradient, x, add=_widened_product), None, None
 
 
-def logits(x: Tensor, weight: Tensor, wide: torch.dtype, exactly: bool) -> Tensor:
+def logits(x: Tensor, weight: Tensor, wide: torch.dtype, arithmetic: Arithmetic) -> Tensor:
     """``[rows, hidden]``, ``[outputs, hidden]`` -> ``x W^T`` in a wider format than that of both."""
-    result: Tensor = applied(_Logits, x, weight, wide, exactly)
+    result: Tensor = applied(_Logits, x, weight, wide, arithmetic)
     return result
 
 
@@ -145,7 +142,7 @@ class Router(ShardedModule):
     def forward(self, x: Tensor, where: Geometry, rows: Rows) -> Routing:
         """The experts of ``x [rows, hidden]``."""
         settings, exactly = self.settings, self.shard.exact
-        raw = logits(x, self.weight, self.shard.wide, exactly)
+        raw = logits(x, self.weight, self.shard.wide, self.shard.arithmetic.unrounded)
         if settings.score == "sigmoid":
             scores = exact_ops.sigmoid(raw) if exactly else raw.sigmoid()
         else:

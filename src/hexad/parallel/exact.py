@@ -113,7 +113,7 @@ def _largest(x: Tensor) -> Tensor:
 
 
 MOST_DIGITS = 21
-"""Of what is rounded in float32."""
+"""Binary digits of numbers that are rounded in float32."""
 
 
 def split(x: Tensor, unit: Tensor, smaller: Tensor | float, parts: int) -> list[Tensor]:
@@ -270,7 +270,7 @@ _EXP = (
     0.16666520391106657,
     0.4999999343412745,
 )
-"""Of ``(e^r - 1 - r) / r^2``, the highest power first: with the least largest error, ``2^-28``."""
+"""Coefficients of ``(e^r - 1 - r) / r^2``, the highest power first: the least largest error, ``2^-28``."""
 
 
 def exp(x: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Parameters of this rank: allocated from what an inventory declares, found again in a module, and what is
-computed from a weight and kept until it changes.
+"""Parameters of this rank: allocated from what an inventory declares, and found again in a module.
 
 Initialisation, buckets, gradient norms, checkpoints and tests read the declarations; nothing is inferred
 from a tensor's shape.
@@ -10,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_map
 from hexad.config import HexadError
 from hexad.topology.mesh import Axis, ExpertRanks
 
+from .arithmetic import Arithmetic, arithmetic_of
 from .inventory import Parameter, Position, Positions, Weight
 from .normal import fill_normal
 from .rectangle import Rectangle
@@ -35,14 +35,16 @@ class Shard:
         device: of both.
         deferred: parameters have no memory of their own: an engine puts them into its buckets, so that a
             rank that keeps only its shard never holds a complete model.
-        fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
+        fp8: linear layers multiply in 8 bits, see :attr:`arithmetic` and :mod:`hexad.parallel.tensor.fp8`.
         fp8_weight_gradients: where they do, their weights' gradients too.
-        exact: results do not depend on the layout or the batch, see :mod:`hexad.parallel.exact`.
+        exact: results do not depend on the layout or the batch, see :attr:`arithmetic` and
+            :mod:`hexad.parallel.exact`.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
         chunks: of tokens, see ``parallel.tensor_chunks``.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
             :class:`hexad.parallel.context.attention.KeyExchange`.
         expert_ranks: see :attr:`experts`; None where every rank has all experts.
+        arithmetic: how linear layers compute their products; it follows from the others.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -57,6 +59,11 @@ class Shard:
     chunks: int = 1
     method: Literal["ring", "all_gather"] = "ring"
     expert_ranks: ExpertRanks | None = None
+    arithmetic: Arithmetic = field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = arithmetic_of(self.exact, self.fp8, self.fp8_weight_gradients, self.compiled)
+        object.__setattr__(self, "arithmetic", chosen)
 
     @property
     def tensor(self) -> Axis:
@@ -335,22 +342,3 @@ def fill_initial(values: Tensor, rectangle: Rectangle, weight: Weight, seed: int
         values.fill_(weight.fill)
     else:
         fill_normal(values, rectangle, weight.std, seed)
-
-
-T = TypeVar("T")
-
-
-def forget_derived(parameter: Tensor) -> None:
-    """Forget what was computed from a parameter: call it whenever its values change. The first call allows
-    values to be kept; for a parameter that comes and goes (ZeRO 3) there is none."""
-    parameter.derived = {}  # type: ignore[attr-defined]
-
-
-def derived(parameter: Tensor, name: str, compute: Callable[[], T]) -> T:
-    """What ``compute`` makes of the parameter's values, made once until they change."""
-    kept: dict[str, Any] | None = getattr(parameter, "derived", None)
-    if kept is None or torch.compiler.is_compiling():  # a graph has no side effects
-        return compute()
-    if name not in kept:
-        kept[name] = compute()
-    return kept[name]

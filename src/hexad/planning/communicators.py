@@ -75,7 +75,7 @@ def _context(config: Config, inventory: ModelInventory, layout: Layout) -> Itera
         yield Communicator("ring", context // ulysses)
         yield Communicator("ulysses", ulysses, exchanges=True)
         experts = _experts_spec(inventory)
-        if experts is None or not experts.routers_agree:
+        if experts is None or not experts.routing.routers_agree:
             return
     yield Communicator("context", context, exchanges=ulysses == context)
 
@@ -107,7 +107,7 @@ def _experts(config: Config, inventory: ModelInventory, layout: Layout) -> Itera
     trains = any(weight.grid == "expert" for weight in _trained(inventory))
     yield from _state(config, degrees["expert_data"], "gradients of experts", False, trains)
     expert, slices = layout.expert, layout.expert_tensor
-    kind = experts.dispatcher(expert * slices, slices, config.precision.exact)
+    kind = experts.routing.dispatcher(expert * slices, slices, config.precision.exact)
     exchanges = kind != "all_gather"
     yield Communicator("expert", expert, exchanges and slices == 1)
     yield Communicator("expert_tensor", slices)

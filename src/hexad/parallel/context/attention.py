@@ -95,11 +95,11 @@ class _AttentionOverRanks(torch.autograd.Function):
         for round_, keys, values in _arrivals(k, v, exchange):
             for tile in round_.tiles:
                 columns = slice(*tile.columns)
-                given = Operands(q[slice(*tile.rows)], keys[columns], values[columns])
-                for part in kernel.forward(given, tile):
+                operands = Operands(q[slice(*tile.rows)], keys[columns], values[columns])
+                for part in kernel.forward(operands, tile):
                     merged.add(tile.rows, part)
                     del part
-                del given
+                del operands
             del keys, values  # before the next are waited for
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
@@ -116,13 +116,15 @@ class _AttentionOverRanks(torch.autograd.Function):
             gradients = returns.place(round_)
             for tile in round_.tiles:
                 rows, columns = slice(*tile.rows), slice(*tile.columns)
-                given = Operands(q[rows], keys[columns], values[columns])
-                for part in ctx.kernel.backward(given, Results(out[rows], lse[rows], gradient[rows]), tile):
+                operands = Operands(q[rows], keys[columns], values[columns])
+                for part in ctx.kernel.backward(
+                    operands, Results(out[rows], lse[rows], gradient[rows]), tile
+                ):
                     dq[rows][part.rows] += part.q
                     gradients[columns, :heads][part.columns] += part.k
                     gradients[columns, heads:][part.columns] += part.v
                     del part  # before the next is computed
-                del given
+                del operands
             del keys, values
             returns.send(gradients, round_)
             del gradients
@@ -137,21 +139,21 @@ Arrival = tuple[Round, Tensor, Tensor]
 def _arrivals(k: Tensor, v: Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
     """This rank's own ``k`` and ``v [tokens, key/value heads, width]``, then those of the others; the next
     are under way meanwhile."""
-    own, *others = exchange.rounds
+    local, *others = exchange.rounds
     if not others:
-        yield own, k, v
+        yield local, k, v
         return
     packed, heads = torch.cat((k, v), dim=1), k.shape[1]
     if exchange.method == "all_gather":
         gathering = all_gather_async(packed, exchange.axis)
         del packed
-        yield own, k, v
+        yield local, k, v
         gathered = gathering.wait().unflatten(0, (exchange.axis.size, -1))
         for other in others:
             yield other, gathered[other.source, :, :heads], gathered[other.source, :, heads:]
         return
     arriving = [_start(packed, other, exchange.axis) for other in others[:1]]
-    yield own, k, v
+    yield local, k, v
     for other, following in zip(others, (*others[1:], None)):
         received = arriving.pop().wait()
         if following is not None:

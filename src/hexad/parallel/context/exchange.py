@@ -55,8 +55,8 @@ class _HeadsForTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         axis, ((_, heads, _), (_, kv_heads, _)) = ctx.axis, ctx.shapes
         back = all_to_all(gradient.contiguous(), axis).unflatten(0, (axis.size, -1))
-        own = heads_of(kv_heads, axis.size)
-        q, k, v = back.split([heads // axis.size, own, own], dim=2)
+        local_kv = heads_of(kv_heads, axis.size)
+        q, k, v = back.split([heads // axis.size, local_kv, local_kv], dim=2)
         return _together(q, heads), _together(k, kv_heads), _together(v, kv_heads), None
 
 
@@ -91,18 +91,18 @@ def numbers_of(slice_: Slice, rank: int) -> Tensor:
     return torch.cat([torch.arange(*run) for run in slice_.runs[rank]])
 
 
-def selected_rows(x: Tensor, wanted: Tensor, numbers: Tensor | None, axis: Axis) -> Tensor:
+def selected_rows(x: Tensor, tokens: Tensor, numbers: Tensor | None, axis: Axis) -> Tensor:
     """The rows of some tokens, on every rank; bitwise the same on all.
 
     Args:
         x: ``[this rank's tokens, ...]``.
-        wanted: int64 ``[any]``, numbers of tokens.
+        tokens: int64 ``[any]``, numbers of tokens.
         numbers: int64 ``[this rank's tokens]``, ascending; None where every rank has all.
         axis: the context axis.
     """
     if numbers is None:
-        return x[wanted]
-    place = torch.searchsorted(numbers, wanted).clamp(max=len(numbers) - 1)
-    held = numbers[place] == wanted
-    selected = x[place].masked_fill(~held.view(-1, *[1] * (x.dim() - 1)), 0.0)
+        return x[tokens]
+    place = torch.searchsorted(numbers, tokens).clamp(max=len(numbers) - 1)
+    here = numbers[place] == tokens
+    selected = x[place].masked_fill(~here.view(-1, *[1] * (x.dim() - 1)), 0.0)
     return all_reduce(selected, axis)  # one rank holds each, the others add zeros

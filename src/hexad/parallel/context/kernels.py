@@ -17,21 +17,20 @@ from torch import Tensor
 
 from hexad.comm import streams
 
+from ..attention_choice import AttentionMethod
 from ..pointwise import widened
 from .rounds import SCORES, Tile
 
-Drop = Callable[[Tile, slice, slice, torch.dtype], Tensor]
+ProbabilityFactors = Callable[[Tile, slice, slice, torch.dtype], Tensor]
 """Factors of dropped probabilities, ``[key/value heads, group, queries, keys]``: of a tile with one block of
 keys, of some of its rows and columns, in a format."""
 
 _BAND = 256
 """Queries of a band: fewer make many calls, more compute many scores that no query sees."""
-_WIDEST = 256
-"""Width of a head that PyTorch's flash attention for GPUs computes at most; multiples of 8."""
 
 
 class Operands(NamedTuple):
-    """What a tile is computed of.
+    """The queries, keys and values of a tile.
 
     Attributes:
         q: its queries, ``[rows, heads, width]``.
@@ -85,25 +84,20 @@ class Kernel(ABC):
     scale: float
 
     @abstractmethod
-    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
+    def forward(self, operands: Operands, tile: Tile) -> Iterator[Output]:
         """Compute the attention of all queries, each of them in one part."""
 
     @abstractmethod
-    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
+    def backward(self, operands: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """Compute gradients in parts, the sum of which is the tile's gradients."""
 
 
-def choose(q: Tensor, scale: float, drop: Drop | None, flash: bool) -> Kernel:
-    """The kernel for queries like ``q``: plain products where probabilities are dropped, and on GPUs for what
-    flash attention does not compute, formats of more than 16 bits and some widths. ``flash``: that for blocks
-    of any lengths has been tried on the GPU.
-    """
-    if drop is None and q.device.type == "cpu":
-        return CpuFlash(scale)
-    width = q.shape[2]
-    if drop is None and flash and q.dtype.itemsize == 2 and width % 8 == 0 and width <= _WIDEST:
-        return CudaFlash(scale)
-    return Plain(scale, drop)
+def tile_kernel(method: AttentionMethod, scale: float, factors: ProbabilityFactors | None) -> Kernel:
+    """The kernel for a method of :data:`~hexad.parallel.attention_choice.TILED`; ``factors``: of dropped
+    probabilities."""
+    if method is AttentionMethod.SCORES:
+        return Plain(scale, factors)
+    return CpuFlash(scale) if method is AttentionMethod.CPU_FLASH else CudaFlash(scale)
 
 
 class _Block(NamedTuple):
@@ -148,21 +142,22 @@ class CpuFlash(Kernel):
     It returns 0 for the log-sum-exp of a query that sees no key; a tile has none.
     """
 
-    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
+    def forward(self, operands: Operands, tile: Tile) -> Iterator[Output]:
         for block in _blocks(tile):
             rows, columns, _ = block
-            operands = given.q[rows], given.k[columns], given.v[columns]
+            parts = operands.q[rows], operands.k[columns], operands.v[columns]
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *map(_batch, operands), 0.0, **self._options(tile, block, given.q)
+                *map(_batch, parts), 0.0, **self._options(tile, block, operands.q)
             )
             yield Output(rows, out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
-    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
+    def backward(self, operands: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         for block in _blocks(tile):
             rows, columns, _ = block
-            operands = given.q[rows], given.k[columns], given.v[columns], results.out[rows], results.lse[rows]
+            parts = operands.q[rows], operands.k[columns], operands.v[columns]
+            arguments = results.gradient[rows], *parts, results.out[rows], results.lse[rows]
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *map(_batch, (results.gradient[rows], *operands)), 0.0, **self._options(tile, block, given.q)
+                *map(_batch, arguments), 0.0, **self._options(tile, block, operands.q)
             )
             yield AttentionGradients(rows, columns, *(gradient[0].transpose(0, 1) for gradient in gradients))
             del gradients
@@ -184,21 +179,21 @@ def _batch(x: Tensor) -> Tensor:
 class CudaFlash(Kernel):
     """PyTorch's flash attention for GPUs in 16-bit formats, one call for all blocks of a tile."""
 
-    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
-        places, options = _places(tile, given.q.device), self._options(tile)
+    def forward(self, operands: Operands, tile: Tile) -> Iterator[Output]:
+        places, options = _places(tile, operands.q.device), self._options(tile)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *given, *places, 0.0, tile.causal, False, **options
+            *operands, *places, 0.0, tile.causal, False, **options
         )
         yield Output(slice(None), out, lse.transpose(0, 1))
 
-    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
-        device = given.q.device
+    def backward(self, operands: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
+        device = operands.q.device
         state = torch.zeros(2, dtype=torch.uint64, device=device)  # of the generator: nothing is drawn
         nothing = torch.empty(0, device=device)
         lse = results.lse.transpose(0, 1).contiguous()
         gradients = torch.ops.aten._flash_attention_backward(
             results.gradient,
-            *given,
+            *operands,
             results.out,
             lse,
             *_places(tile, device),
@@ -236,35 +231,37 @@ class Plain(Kernel):
     """Products and softmax written out, for some queries at a time: :data:`SCORES` exist at most, or those of
     one query."""
 
-    drop: Drop | None
+    factors: ProbabilityFactors | None
 
-    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
-        for block in self._steps(tile, given.q.shape[1]):
-            yield self._output(given, tile, block)
+    def forward(self, operands: Operands, tile: Tile) -> Iterator[Output]:
+        for block in self._steps(tile, operands.q.shape[1]):
+            yield self._output(operands, tile, block)
 
-    def _output(self, given: Operands, tile: Tile, block: _Block) -> Output:
+    def _output(self, operands: Operands, tile: Tile, block: _Block) -> Output:
         rows, columns, _ = block
-        v = given.v[columns]
-        p = self._scores(given, tile, block)
+        v = operands.v[columns]
+        p = self._scores(operands, tile, block)
         lse = p.logsumexp(-1, keepdim=True)
         p.sub_(lse).exp_()
-        if self.drop is not None:
-            p *= self.drop(tile, rows, columns, p.dtype)
+        if self.factors is not None:
+            p *= self.factors(tile, rows, columns, p.dtype)
         out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
         return Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
-    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
-        for block in self._steps(tile, given.q.shape[1]):
-            yield self._gradients(given, results, tile, block)
+    def backward(self, operands: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
+        for block in self._steps(tile, operands.q.shape[1]):
+            yield self._gradients(operands, results, tile, block)
 
-    def _gradients(self, given: Operands, results: Results, tile: Tile, block: _Block) -> AttentionGradients:
+    def _gradients(
+        self, operands: Operands, results: Results, tile: Tile, block: _Block
+    ) -> AttentionGradients:
         rows, columns, _ = block
-        k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
-        g, out, q = (_grouped(tensor[rows], groups) for tensor in (results.gradient, results.out, given.q))
+        k, v, groups = operands.k[columns], operands.v[columns], operands.k.shape[1]
+        g, out, q = (_grouped(tensor[rows], groups) for tensor in (results.gradient, results.out, operands.q))
         delta = (widened(g) * widened(out)).sum(-1, keepdim=True)
         lse = _grouped(results.lse[rows].unsqueeze(-1), groups)
-        p = self._scores(given, tile, block).sub_(lse).exp_()
-        factors = None if self.drop is None else self.drop(tile, rows, columns, p.dtype)
+        p = self._scores(operands, tile, block).sub_(lse).exp_()
+        factors = None if self.factors is None else self.factors(tile, rows, columns, p.dtype)
         grad_p, weighted = widened(g @ _columns(v).transpose(2, 3)), p
         if factors is not None:
             grad_p *= factors
@@ -287,9 +284,9 @@ class Plain(Kernel):
                 seen = min(columns.stop, columns.start + first + end - begin) if tile.causal else columns.stop
                 yield _Block(slice(begin, end), slice(columns.start, seen), first)
 
-    def _scores(self, given: Operands, tile: Tile, block: _Block) -> Tensor:
+    def _scores(self, operands: Operands, tile: Tile, block: _Block) -> Tensor:
         """``[kv heads, group, rows, columns]``, -inf where a key is not seen."""
-        q, k = given.q[block.rows], given.k[block.columns]
+        q, k = operands.q[block.rows], operands.k[block.columns]
         wide = widened(_grouped(q, k.shape[1])) @ widened(_columns(k)).transpose(2, 3)
         wide.mul_(self.scale)
         if tile.causal or tile.low is not None:

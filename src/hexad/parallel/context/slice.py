@@ -152,9 +152,9 @@ def _zigzag(sequences: int, length: int, ranks: int) -> list[list[Run]]:
     back = length // ranks - front
     runs: list[list[Run]] = [[] for _ in range(ranks)]
     for begin in range(0, sequences * length, length):
-        for rank, own in enumerate(runs):
+        for rank, runs_of_rank in enumerate(runs):
             end = begin + length - rank * back
-            own += [(begin + rank * front, begin + (rank + 1) * front), (end - back, end)]
+            runs_of_rank += [(begin + rank * front, begin + (rank + 1) * front), (end - back, end)]
     return runs
 
 

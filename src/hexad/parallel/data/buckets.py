@@ -18,6 +18,7 @@ from hexad.comm.memory import same_place
 from hexad.config.errors import HexadError
 from hexad.topology.mesh import Axis, Mesh
 
+from ..derived import forget_derived
 from ..inventory import Grid, Traits, Weight
 from ..rectangle import Rectangle
 from ..sharding import (
@@ -25,7 +26,6 @@ from ..sharding import (
     Provide,
     absent,
     fill_initial,
-    forget_derived,
     guard,
     not_gathered,
     unguard,

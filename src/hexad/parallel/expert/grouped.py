@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import exact
+from ..arithmetic import USUAL, Arithmetic
 from ..contributions import add_product, applied, weight_gradient
 
 
@@ -37,29 +37,25 @@ def runs(offsets: Tensor) -> Iterator[tuple[int, int]]:
         first = end
 
 
-def product(x: Tensor, weight: Tensor, offsets: Tensor, exactly: bool = False) -> Tensor:
+def product(x: Tensor, weight: Tensor, offsets: Tensor, arithmetic: Arithmetic = USUAL) -> Tensor:
     """Products of runs of rows with the matrices of a stack.
 
     Args:
         x: ``[rows, in]``.
         weight: ``[experts, out, in]``.
         offsets: int32 ``[experts]``, where the rows of each expert end.
-        exactly: by :mod:`hexad.parallel.exact`.
+        arithmetic: of the products.
 
     Returns:
         ``[rows, out]``; what stands beyond the last offset has no meaning.
     """
-    if not exactly and on_device(x.device, x.dtype):
+    if arithmetic.batched and on_device(x.device, x.dtype):
         return torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets)
     y = x.new_empty((len(x), weight.shape[1]))
     end = 0
     for matrix, (first, end) in zip(weight, runs(offsets)):
-        if first == end:
-            continue
-        if exactly:
-            y[first:end] = exact.product(x[first:end], matrix)
-        else:
-            torch.mm(x[first:end], matrix.t(), out=y[first:end])
+        if first < end:
+            arithmetic.product(x[first:end], matrix, out=y[first:end])
     y[end:].zero_()
     return y
 
@@ -90,13 +86,15 @@ class _GroupedLinear(torch.autograd.Function):
     """Products of runs of rows with the matrices of a stack; the weight's gradient is a contribution."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, exactly: bool, unused: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, arithmetic: Arithmetic, unused: bool
+    ) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, offsets)
         ctx.weight = weight
         matrices = _matrices(weight)
         if unused:
             return x.new_empty((len(x), matrices.shape[1]))
-        return product(x, matrices, offsets, exactly)
+        return product(x, matrices, offsets, arithmetic)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,7 +114,7 @@ def _matrices(weight: Tensor) -> Tensor:
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, exactly: bool = False, unused: bool = False
+    x: Tensor, weight: Tensor, offsets: Tensor, arithmetic: Arithmetic = USUAL, unused: bool = False
 ) -> Tensor:
     """``[rows, in]`` -> ``[rows, out]``, each row by the matrix of its expert.
 
@@ -124,8 +122,8 @@ def grouped_linear(
         x: rows sorted by expert.
         weight: ``[experts, ..., in]``; the dims between are the outputs.
         offsets: int32 ``[experts]``, where the rows of each expert end.
-        exactly: by :mod:`hexad.parallel.exact`.
+        arithmetic: of the forward products.
         unused: the result is not used, as where a forward pass is repeated for its activations.
     """
-    result: Tensor = applied(_GroupedLinear, x, weight, offsets, exactly, unused)
+    result: Tensor = applied(_GroupedLinear, x, weight, offsets, arithmetic, unused)
     return result

@@ -1,6 +1,5 @@
 """Vocabulary-parallel embedding and output head (Shoeybi et al., arXiv 1909.08053)."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,5 +86,5 @@ class VocabParallelHead(ShardedModule):
         weight first.
         """
         if labels is None:
-            return column_linear(x, self.weight, None, replace(self.shard, fp8=False))
+            return column_linear(x, self.weight, None, self.shard, self.shard.arithmetic.unrounded)
         return head_loss_sum(x, self.weight, labels, self.vocab, self.shard, scale)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..derived import derived
 from ..pointwise import maybe_compiled
-from ..sharding import derived
 
 _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and their reciprocals are finite
 _EXPONENT = 0x7F800000  # of a float32

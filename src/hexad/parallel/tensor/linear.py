@@ -5,15 +5,14 @@ Activations are ``[tokens, features]``: batch and sequence flattened, so that se
 scatters act on dim 0 and move contiguous memory.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hexad.comm import (
     Pending,
@@ -26,107 +25,11 @@ from hexad.comm import (
 )
 from hexad.topology.mesh import Axis
 
-from .. import exact
+from ..arithmetic import Arithmetic
 from ..contributions import applied, bias_gradient, deferred, meanwhile, weight_gradient
 from ..sharding import Shard, ShardedModule
-from . import fp8, packed
+from .adapters import Adapters, Drop, adapted_columns
 from .linear_inventory import LinearSpec, b_name
-
-Drop = Callable[[Tensor], Tensor]
-"""Drops elements of a layer's input ``[tokens, inputs on this rank]``: multiplies it by a mask that is the
-same whenever it is called, also with a gradient."""
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """The adapters of one layer in one pass: ``output += scale * drop(x) A^T B^T``.
-
-    Attributes:
-        a: ``[adapters * rank, inputs on this rank]``.
-        b: of every adapter, ``[outputs on this rank, rank]``.
-        columns: of every adapter, (first column, columns) of the layer's output on this rank.
-        scale: alpha / rank.
-        drop: of the input, in training with dropout.
-    """
-
-    a: nn.Parameter
-    b: tuple[nn.Parameter, ...]
-    columns: tuple[tuple[int, int], ...]
-    scale: float
-    drop: Drop | None = None
-
-    @property
-    def tensors(self) -> tuple[nn.Parameter, ...]:
-        """All parameters of the adapters."""
-        return (self.a, *self.b)
-
-    def dropped(self, x: Tensor) -> Tensor:
-        """Values, or their gradient, with elements dropped."""
-        return x if self.drop is None else self.drop(x)
-
-    def _parts(self, inner: Tensor) -> tuple[Tensor, ...]:
-        return inner.split(self.b[0].shape[1], dim=1)
-
-    def inner(self, x: Tensor) -> Tensor:
-        """``[tokens, adapters * rank]``: what lies between ``A`` and ``B``."""
-        return F.linear(self.dropped(x), self.a)
-
-    def add_(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add the adapters' outputs of ``x [tokens, inputs]`` to ``y [tokens, outputs]``, in place; returns
-        :meth:`inner`, for backward."""
-        inner = self.inner(x)
-        for part, b, (start, width) in zip(self._parts(inner), self.b, self.columns):
-            y.narrow(1, start, width).addmm_(part, b.t(), alpha=self.scale)
-        return inner
-
-    def add_exactly_(self, y: Tensor, x: Tensor, shard: Shard | None = None) -> Tensor:
-        """As :meth:`add_`, in exact arithmetic; with a shard, ``y`` is complete, and ``x`` and ``A`` are
-        summed over its tensor ranks."""
-        dropped = self.dropped(x)
-        if shard is None:
-            whole = exact.product(dropped, self.a)
-        else:
-            whole = exact.product(dropped, self.a, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
-        for part, b, (start, width) in zip(self._parts(whole), self.b, self.columns):
-            y.narrow(1, start, width).add_(exact.product(part, b).mul_(self.scale))
-        return whole
-
-    def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of :meth:`inner`, given ``[tokens, outputs]``, that of the layer's output."""
-        parts = [gradient.narrow(1, start, width) @ b for b, (start, width) in zip(self.b, self.columns)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).mul_(self.scale)
-
-    def add_input_gradient_(self, total: Tensor, inner: Tensor) -> None:
-        """Add to ``total [tokens, inputs]``, the layer's input gradient, given :meth:`inner_gradient`."""
-        if self.drop is None:
-            total.addmm_(inner, self.a)
-        else:
-            total += self.drop(inner @ self.a)
-
-    def weight_gradients(
-        self, gradient: Tensor, inner_gradient: Tensor, inner: Tensor, x: Tensor, gather: Axis | None = None
-    ) -> list[Tensor | None]:
-        """Gradients of ``A`` and every ``B``, each contributed (None) or returned.
-
-        Args:
-            gradient: ``[tokens, outputs]``, of the layer's output.
-            inner_gradient: see :meth:`inner_gradient`.
-            inner: what :meth:`add_` returned.
-            x: ``[tokens, inputs]``, the layer's input, without elements dropped.
-            gather: the axis over which ``x`` is still divided; without dropout only.
-        """
-        gradients = [weight_gradient(self.a, inner_gradient, self.dropped(x), gather)]
-        for part, b, (start, width) in zip(self._parts(inner * self.scale), self.b, self.columns):
-            gradients.append(weight_gradient(b, gradient.narrow(1, start, width), part))
-        return gradients
-
-    def added(self, y: Tensor, x: Tensor) -> Tensor:
-        """As :meth:`add_`, to a new tensor under plain autograd."""
-        outputs, end = [], 0
-        for part, b, (start, width) in zip(self._parts(self.inner(x)), self.b, self.columns):
-            outputs += [y[:, end:start], y[:, start : start + width] + F.linear(part, b) * self.scale]
-            end = start + width
-        return torch.cat([*outputs, y[:, end:]], dim=1)
 
 
 class AdaptedLinear(ShardedModule):
@@ -139,7 +42,7 @@ class AdaptedLinear(ShardedModule):
         self.declare(*inventory.parameters)
         self._adapted = inventory.adapters
         if self._adapted is not None:
-            self._columns = _columns(inventory, shard)
+            self._columns = adapted_columns(inventory, shard)
 
     def adapters(self, drop: Drop | None = None) -> Adapters | None:
         """The layer's adapters for one pass; None if it has none."""
@@ -149,70 +52,24 @@ class AdaptedLinear(ShardedModule):
         return Adapters(self.lora_a, b, self._columns, self._adapted.kind.scale, drop)
 
 
-def _columns(inventory: LinearSpec, shard: Shard) -> tuple[tuple[int, int], ...]:
-    """(first column, columns) of each adapted output on this rank."""
-    columns, start = [], 0
-    for parameter in inventory.layers:
-        for weight in parameter.weights if parameter.matrix else ():
-            width = weight.local_shape(shard.positions)[0]
-            if weight.name.removesuffix(".weight") in inventory.adapted:
-                columns.append((start, width))
-            start += width
-    return tuple(columns)
-
-
 Fused = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
-    """``x [tokens, in]``, ``weight [out, in]`` -> ``x W^T + b`` of this rank, in the layer's format."""
-    if shard.exact:
-        return exact.product(x, weight, bias)
-    if weight.is_mkldnn:
-        return packed.product(x, weight, bias)
-    return fp8.product(x, weight, bias, shard.compiled) if shard.fp8 else F.linear(x, weight, bias)
-
-
-def _input_gradient(gradient: Tensor, weight: Tensor, shard: Shard) -> Tensor:
-    """``gradient [tokens, out]``, ``weight [out, in]`` -> ``gradient W`` of this rank, in its format."""
-    return fp8.input_gradient(gradient, weight, shard.compiled) if shard.fp8 else gradient @ weight
-
-
-def _weight_gradient(
-    weight: Tensor,
-    gradient: Tensor,
-    inputs: Tensor,
-    shard: Shard,
-    gather: Axis | None = None,
-    aside: bool = False,
-) -> Tensor | None:
-    """As :func:`weight_gradient`, in the layer's format."""
-    if not (shard.fp8 and shard.fp8_weight_gradients):
-        return weight_gradient(weight, gradient, inputs, gather, aside=aside)
-    add = partial(fp8.add_weight_gradient, compiled=shard.compiled)
-    return weight_gradient(weight, gradient, inputs, gather, add=add, aside=aside)
-
-
-def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
+def _products(x: Tensor, layers: Sequence[Fused], arithmetic: Arithmetic) -> Tensor:
     """The products of all layers, side by side: ``[tokens, sum of outputs]``."""
     if len(layers) == 1:
-        return _product(x, *layers[0], shard)
+        return arithmetic.product(x, *layers[0])
     widths = [weight.shape[0] for weight, _ in layers]
     y = x.new_empty((x.shape[0], sum(widths)))
     for part, (weight, bias) in zip(y.split_with_sizes(widths, 1), layers):
-        if shard.exact or shard.fp8 or weight.is_mkldnn:
-            part.copy_(_product(x, weight, bias, shard))
-        elif bias is None:
-            torch.mm(x, weight.t(), out=part)
-        else:
-            torch.addmm(bias, x, weight.t(), out=part)
+        arithmetic.product(x, weight, bias, part)
     return y
 
 
-def _chunks(rows: int, shard: Shard, adapters: Adapters | None) -> list[int]:
-    """How many rows of a rank are in each run that has its own message."""
-    if shard.tensor.size == 1 or adapters is not None or shard.fp8 or shard.exact:  # one mask, one scale
+def _chunks(rows: int, shard: Shard, arithmetic: Arithmetic, adapters: Adapters | None) -> list[int]:
+    """How many rows of a rank are in each chunk that has a message of its own."""
+    if shard.tensor.size == 1 or adapters is not None or not arithmetic.batched:  # a mask is that of all rows
         return [rows]
     count = max(1, min(shard.chunks, rows))
     return [rows * (number + 1) // count - rows * number // count for number in range(count)]
@@ -224,9 +81,9 @@ def _gathered_products(x: Tensor, layers: Sequence[Fused], shard: Shard, chunks:
     widths = [weight.shape[0] for weight, _ in layers]
     y = x.new_empty((ranks, x.shape[0], sum(widths)))
     weights = [weight.t().expand(ranks, -1, -1) for weight, _ in layers]
-    given, made = x.split_with_sizes(chunks), y.split_with_sizes(chunks, 1)
-    gathering = all_gather_async(given[0], axis)
-    for rows, following in zip_longest(made, given[1:]):
+    inputs, outputs = x.split_with_sizes(chunks), y.split_with_sizes(chunks, 1)
+    gathering = all_gather_async(inputs[0], axis)
+    for rows, following in zip_longest(outputs, inputs[1:]):
         whole = gathering.wait().view(ranks, rows.shape[1], -1)
         if following is not None:
             gathering = all_gather_async(following, axis)
@@ -244,18 +101,18 @@ def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[in
     one chunk while the next is multiplied."""
     axis, ranks = shard.tensor, shard.tensor.size
     y = x.new_empty((sum(chunks), weight.shape[0]))
-    turned = weight.t()
+    transposed = weight.t()
     if shard.sequence:
-        given = x.view(ranks, y.shape[0], -1).split_with_sizes(chunks, 1)
-        turned = turned.expand(ranks, -1, -1)
+        inputs = x.view(ranks, y.shape[0], -1).split_with_sizes(chunks, 1)
+        transposed = transposed.expand(ranks, -1, -1)
     else:
-        given = x.split_with_sizes(chunks)
+        inputs = x.split_with_sizes(chunks)
     summing = Pending(y)
-    for rows, out in zip(given, y.split_with_sizes(chunks)):
+    for rows, out in zip(inputs, y.split_with_sizes(chunks)):
         if shard.sequence:
-            part = torch.bmm(rows, turned).view(-1, y.shape[1])
+            part = torch.bmm(rows, transposed).view(-1, y.shape[1])
         else:
-            part = torch.mm(rows, turned, out=out)
+            part = torch.mm(rows, transposed, out=out)
         summing.wait()
         summing = reduce_scatter_async(part, axis, out) if shard.sequence else all_reduce_async(part, axis)
     summing.wait()
@@ -263,19 +120,15 @@ def _summed_product(x: Tensor, weight: Tensor, shard: Shard, chunks: Sequence[in
 
 
 def _over_ranks(y: Tensor, shard: Shard) -> Tensor:
-    """``y [tokens, out]``, of exact arithmetic, summed over the tensor ranks, and scattered over tokens in
-    sequence parallel."""
+    """``y [tokens, out]`` summed over the tensor ranks, and scattered over tokens in sequence parallel."""
     return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
 
 
-def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], shard: Shard) -> Tensor:
+def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], arithmetic: Arithmetic) -> Tensor:
     """The sum of all layers' gradients of their input, ``[tokens, in]``."""
-    total = _input_gradient(gradients[0], layers[0][0], shard)
+    total = arithmetic.input_gradient(gradients[0], layers[0][0])
     for gradient, (weight, _) in zip(gradients[1:], layers[1:]):
-        if shard.fp8:
-            total += _input_gradient(gradient, weight, shard)
-        else:
-            total.addmm_(gradient, weight)
+        arithmetic.add_input_gradient_(total, gradient, weight)
     return total
 
 
@@ -291,19 +144,25 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shard: Shard, adapters: Adapters | None, *tensors: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        shard: Shard,
+        arithmetic: Arithmetic,
+        adapters: Adapters | None,
+        *tensors: Tensor | None,
     ) -> Tensor:
         fused = tensors if adapters is None else tensors[: -len(adapters.tensors)]
         ctx.layers, ctx.shard, ctx.adapters = list(zip(fused[::2], fused[1::2])), shard, adapters
-        chunks = _chunks(x.shape[0], shard, adapters) if shard.sequence else []
+        ctx.arithmetic = arithmetic
+        chunks = _chunks(x.shape[0], shard, arithmetic, adapters) if shard.sequence else []
         inner = None
         if len(chunks) > 1:
             y = _gathered_products(x, ctx.layers, shard, chunks)
         else:
             whole = all_gather(x, shard.tensor) if shard.sequence else x
-            y = _products(whole, ctx.layers, shard)
+            y = _products(whole, ctx.layers, arithmetic)
             if adapters is not None:
-                inner = (adapters.add_exactly_ if shard.exact else adapters.add_)(y, whole)
+                inner = adapters.add_(y, whole, arithmetic)
         ctx.save_for_backward(None if _trained(ctx.layers, adapters) is None else x, inner)
         return y
 
@@ -311,7 +170,8 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inner = ctx.saved_tensors
         gradient = gradient.contiguous()
-        axis, sequence, adapters = ctx.shard.tensor, ctx.shard.sequence, ctx.adapters
+        axis, sequence = ctx.shard.tensor, ctx.shard.sequence
+        arithmetic, adapters = ctx.arithmetic, ctx.adapters
         widths = [weight.shape[0] for weight, _ in ctx.layers]
         gradients = (gradient,) if len(widths) == 1 else gradient.split_with_sizes(widths, 1)
         trained = _trained(ctx.layers, adapters)
@@ -321,23 +181,24 @@ class _ColumnLinear(torch.autograd.Function):
         inner_gradient = None if adapters is None else adapters.inner_gradient(gradient)
         reducing = None
         if ctx.needs_input_grad[0]:
-            partial = _input_gradients(gradients, ctx.layers, ctx.shard)
+            input_gradient = _input_gradients(gradients, ctx.layers, arithmetic)
             if adapters is not None:
-                adapters.add_input_gradient_(partial, inner_gradient)
+                adapters.add_input_gradient_(input_gradient, inner_gradient)
             reduce = reduce_scatter_async if sequence else all_reduce_async
-            reducing = reduce(partial, axis)
+            reducing = reduce(input_gradient, axis)
         if gathering is not None:
             x = gathering.wait()
         gather = axis if sequence and later else None
         results: list[Tensor | None] = []
         for part, (weight, bias) in zip(gradients, ctx.layers):
-            results += [_weight_gradient(weight, part, x, ctx.shard, gather), bias_gradient(bias, part)]
+            product = weight_gradient(weight, part, x, gather, add=arithmetic.add_weight_gradient)
+            results += [product, bias_gradient(bias, part)]
         if adapters is not None:
             results += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
         # In sequence parallel the next gather has nothing else beside it.
         if reducing is not None and not sequence and axis.size > 1:
             meanwhile(trained)
-        return (None if reducing is None else reducing.wait()), None, None, *results
+        return (None if reducing is None else reducing.wait()), None, None, None, *results
 
 
 def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> Tensor | None:
@@ -362,41 +223,37 @@ class _RowLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         shard: Shard,
+        arithmetic: Arithmetic,
         unused: bool,
         adapters: Adapters | None,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.weight, ctx.shard, ctx.adapters = weight, shard, adapters
+        ctx.weight, ctx.shard, ctx.arithmetic, ctx.adapters = weight, shard, arithmetic, adapters
         kept = None if _trained([(weight, None)], adapters) is None else x
         rows = x.shape[0] // (shard.tensor.size if shard.sequence else 1)
         if unused:
             ctx.save_for_backward(kept, None if adapters is None else adapters.inner(x))
             return x.new_empty((rows, weight.shape[0]))
-        chunks = _chunks(rows, shard, adapters)
+        chunks = _chunks(rows, shard, arithmetic, adapters)
         if len(chunks) > 1:
             ctx.save_for_backward(kept, None)
             return _summed_product(x, weight, shard, chunks)
-        if shard.exact:
-            y = exact.product(x, weight, axis=shard.tensor, total=partial(_over_ranks, shard=shard))
-            if adapters is not None:
-                adapters.add_exactly_(y, x, shard)
-            ctx.save_for_backward(kept, None)
-            return y
-        y = _product(x, weight, None, shard)
-        ctx.save_for_backward(kept, None if adapters is None else adapters.add_(y, x))
-        return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
+        total = partial(_over_ranks, shard=shard)
+        y, inner = arithmetic.summed_product(x, weight, shard.tensor, total, adapters)
+        ctx.save_for_backward(kept, inner)
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inner = ctx.saved_tensors
-        gradient, adapters = gradient.contiguous(), ctx.adapters
+        gradient, arithmetic, adapters = gradient.contiguous(), ctx.arithmetic, ctx.adapters
         if ctx.shard.sequence:
             gathering = all_gather_async(gradient, ctx.shard.tensor)
             meanwhile(_trained([(ctx.weight, None)], adapters))
             gradient = gathering.wait()
-        grad_x = _input_gradient(gradient, ctx.weight, ctx.shard) if ctx.needs_input_grad[0] else None
-        aside = ctx.shard.tensor.size > 1
-        results = [_weight_gradient(ctx.weight, gradient, x, ctx.shard, aside=aside), None, None, None]
+        grad_x = arithmetic.input_gradient(gradient, ctx.weight) if ctx.needs_input_grad[0] else None
+        add, aside = arithmetic.add_weight_gradient, ctx.shard.tensor.size > 1
+        results = [weight_gradient(ctx.weight, gradient, x, add=add, aside=aside), None, None, None, None]
         if adapters is not None:
             inner = adapters.inner(x) if inner is None else inner  # this rank's part
             inner_gradient = adapters.inner_gradient(gradient)
@@ -413,28 +270,29 @@ def _plain(shard: Shard) -> bool:
 
 
 def _plain_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard, adapters: Adapters | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, adapters: Adapters | None = None
 ) -> Tensor:
-    if shard.fp8:
-        y = fp8.linear(x, weight, bias, shard.fp8_weight_gradients)
-    else:
-        y = F.linear(x, weight, bias)
+    y = arithmetic.by_autograd(x, weight, bias)
     return y if adapters is None else adapters.added(y, x)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
-    """``x W^T + b`` for this rank's rows of ``W [out / size, in]``; see :class:`ColumnParallelLinear`."""
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard, arithmetic: Arithmetic | None = None
+) -> Tensor:
+    """``x W^T + b`` for this rank's rows of ``W [out / size, in]``; see :class:`ColumnParallelLinear`.
+    ``arithmetic``: the shard's where it is None."""
+    arithmetic = shard.arithmetic if arithmetic is None else arithmetic
     if _plain(shard):
-        return _plain_linear(x, weight, bias, shard)
-    return applied(_ColumnLinear, x, shard, None, weight, bias)
+        return _plain_linear(x, weight, bias, arithmetic)
+    return applied(_ColumnLinear, x, shard, arithmetic.reading(weight), None, weight, bias)
 
 
 def row_linear(x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
     """``x W^T`` for this rank's columns of ``W [out, in / size]``, summed over the ranks; see
     :class:`RowParallelLinear`."""
     if _plain(shard):
-        return _plain_linear(x, weight, None, shard)
-    return applied(_RowLinear, x, weight, shard, False, None)
+        return _plain_linear(x, weight, None, shard.arithmetic)
+    return applied(_RowLinear, x, weight, shard, shard.arithmetic.reading(weight), False, None)
 
 
 class ColumnParallelLinear(AdaptedLinear):
@@ -469,10 +327,11 @@ class ColumnParallelLinear(AdaptedLinear):
         drops elements of the adapters' input, of all tokens."""
         adapters, shard = self.adapters(drop), self.applied_over
         if not self.copied and _plain(shard):
-            return _plain_linear(x, self.weight, self.bias, shard, adapters)
+            return _plain_linear(x, self.weight, self.bias, shard.arithmetic, adapters)
         copied = (self.copied_weight, self.copied_bias) if self.copied else ()
         tensors = self.weight, self.bias, *copied, *(() if adapters is None else adapters.tensors)
-        return applied(_ColumnLinear, x, shard, adapters, *tensors)
+        arithmetic = shard.arithmetic.reading(self.weight)
+        return applied(_ColumnLinear, x, shard, arithmetic, adapters, *tensors)
 
 
 class ReplicatedLinear(ColumnParallelLinear):
@@ -509,7 +368,8 @@ class RowParallelLinear(AdaptedLinear):
         elements of the adapter's input, of this rank's features."""
         adapters = self.adapters(drop)
         if _plain(self.shard):
-            return _plain_linear(x, self.weight, self.bias, self.shard, adapters)
+            return _plain_linear(x, self.weight, self.bias, self.shard.arithmetic, adapters)
         tensors = () if adapters is None else adapters.tensors
-        y = applied(_RowLinear, x, self.weight, self.shard, self.unused, adapters, *tensors)
+        arithmetic = self.shard.arithmetic.reading(self.weight)
+        y = applied(_RowLinear, x, self.weight, self.shard, arithmetic, self.unused, adapters, *tensors)
         return y if self.bias is None else y + self.bias

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..exact_inventory import parts_of, product_bytes
+from ..arithmetic_inventory import arithmetic_spec
 from ..inventory import (
     KV_AXES,
     Collective,
@@ -26,10 +26,6 @@ CHUNK, MOST_CHUNKS = 32 * 2**20, 4
 def forward_chunks(nbytes: int) -> int:
     """The number of chunks in which a message of ``nbytes``, of all ranks, is gathered or summed."""
     return max(1, min(nbytes // CHUNK, MOST_CHUNKS))
-
-
-_FLOAT64 = 8
-"""Bytes of an element of the sums of exact arithmetic."""
 
 
 @dataclass(frozen=True)
@@ -279,10 +275,9 @@ class LinearSpec:
         whole = run.whole(self.features if self.row else self.inputs)
         scatter = "reduce_scatter" if run.sequence else "all_reduce"
         if self.row:
+            outputs = (self.features, *([self.adapters.width] if self.adapters is not None else []))
             forward = self._summed(run, forward, scatter, whole)
-            if run.exact:
-                computed = [op for op in forward if not isinstance(op, Collective)]
-                forward = [*computed, *self._exact_sums(run, scatter)]
+            forward = arithmetic_spec(run).summed(run, forward, scatter, outputs)
             needed = run.sequence and (reached or self.trains)
             gather = [Collective("B", "tensor", "all_gather", whole, meanwhile=True)] if needed else []
             return Operations(forward, [*gather, *of_input, *of_weights], len(forward))
@@ -304,7 +299,7 @@ class LinearSpec:
         self, run: Execution, split: bool
     ) -> tuple[list[Operation], list[Operation], list[Operation]]:
         """Products and passes: forward, of the input's gradient, of weights' gradients."""
-        inputs, widths, eight = self.local(run)[0], self._widths(run), run.fp8
+        inputs, widths, eight = self.local(run)[0], self._widths(run), arithmetic_spec(run).eight
         forward: list[Operation] = [Product("F", run.tokens, width, inputs, eight=eight) for width in widths]
         of_input: list[Operation] = [Product("B", run.tokens, inputs, width, eight=eight) for width in widths]
         of_weights: list[Operation] = []
@@ -330,8 +325,8 @@ class LinearSpec:
     def _chunks(self, run: Execution) -> list[int]:
         """Rows of a rank in each chunk of the forward pass."""
         rows = run.rows if run.sequence else run.tokens
-        whole = self.adapters is not None or run.fp8 or run.exact
-        count = 1 if whole else max(1, min(run.chunks, rows))
+        divided = self.adapters is None and arithmetic_spec(run).batched
+        count = max(1, min(run.chunks, rows)) if divided else 1
         return [rows * (number + 1) // count - rows * number // count for number in range(count)]
 
     def _gathered(self, run: Execution, computed: list[Operation], whole: int) -> list[Operation]:
@@ -364,17 +359,6 @@ class LinearSpec:
             beside = len(products) if number < len(chunks) - 1 else 0
             operations.append(Collective("F", "tensor", sum_, size, beside))
         return [*operations, *added]
-
-    def _exact_sums(self, run: Execution, sum_: str) -> list[Operation]:
-        """What exact arithmetic sends of products whose sum is over ranks: the largest elements of input and
-        weight, and the products of each part of the input, in float64; of adapters too."""
-        operations: list[Operation] = []
-        for outputs in (self.features, *([self.adapters.width] if self.adapters is not None else [])):
-            tops = (run.tokens * _FLOAT64, outputs * _FLOAT64)
-            operations += [Collective("F", "tensor", "all_reduce", nbytes) for nbytes in tops]
-            products = Collective("F", "tensor", sum_, run.tokens * outputs * _FLOAT64)
-            operations += [products] * parts_of(run.byte)
-        return operations
 
     def _width(self, name: str, run: Execution) -> int:
         """Features of one output on a rank."""
@@ -425,70 +409,39 @@ class LinearSpec:
         return run.whole(inputs) + run.mask(run.tokens * inputs)
 
     def weight_product(self, run: Execution) -> int:
-        """Bytes of the largest weight's gradient before it is added in another format; in 8 bits with copies
-        of both operands, one after the other, each first scaled in 16 bits."""
+        """Bytes of the largest weight's gradient before it is added in another format."""
         if not self._own_trained:
             return 0
         run = self._execution(run)
-        if run.fp8_weight_gradients:
-            inputs = self.local(run)[0]
-            return max(self._eight_bit_product(run, inputs, outputs) for outputs in self._widths(run))
-        return run.weight_product(self.local(run)[0] * max(self._widths(run)))
+        return arithmetic_spec(run).weight_gradient(run, self.local(run)[0], self._widths(run))
 
-    @staticmethod
-    def _eight_bit_product(run: Execution, inputs: int, outputs: int) -> int:
-        left, right = run.whole(outputs) // 2, run.whole(inputs) // 2
-        return max(3 * left, left + 3 * right, left + right + inputs * outputs * run.gradient)
-
-    def eight_bits(self, run: Execution) -> int:
-        """Bytes that the product for the input's gradient needs in 8 bits, its result included: copies of the
-        output's gradient and of a weight that is not kept, first scaled in 16 bits, the weight's then
-        transposed."""
-        if not run.fp8:
-            return 0
+    def input_gradient(self, run: Execution) -> int:
+        """Bytes that the products for the input's gradient need, their result included, where the arithmetic
+        needs more than that."""
         run = self._execution(run)
-        inputs, most, before = self.local(run)[0], 0, 0
-        for outputs in self._widths(run):
-            gradient, weight, result = run.whole(outputs) // 2, inputs * outputs, run.whole(inputs)
-            if run.rounded_once:
-                needed = gradient + max(2 * gradient, result)
-            else:
-                needed = gradient + max(3 * weight, 2 * weight + result)
-            most, before = max(most, before + needed), result  # to which the next one's is added
-        return most
+        return arithmetic_spec(run).input_gradient(run, self.local(run)[0], self._widths(run))
 
-    def exact(self, run: Execution) -> int:
-        """Bytes that exact arithmetic needs beside the layer's input, as it was given, and its result."""
-        if not run.exact:
-            return 0
+    def products_forward(self, run: Execution) -> int:
+        """Bytes that the arithmetic needs beside the layer's input, as the layer received it, and its
+        result."""
         run = self._execution(run)
-        inputs, widths = self.local(run)[0], self._widths(run)
-        product = max(product_bytes(run.tokens, inputs, outputs, run.byte, run.cpu) for outputs in widths)
-        if not self.row:
-            copied = run.whole(max(widths)) if len(widths) > 1 else 0
-            return run.gathered(self.inputs) + max(copied + product, self._exact_adapters(run))
-        if run.tensor > 1:
-            # The sums of each part of the input, and one that is scattered: the rank's tokens, on a CPU also
-            # what all ranks send for them. The result is made of them, and not there yet.
-            received = run.rows + (run.tokens if run.cpu else 0) if run.sequence else 0
-            sums = 8 * parts_of(run.byte) * run.tokens * self.features
-            product = sums + max(product, 8 * received * self.features) - run.stream(self.features)
-        return max(product, self._exact_adapters(run))
+        arithmetic, inputs, adapters = arithmetic_spec(run), self.local(run)[0], 0
+        if self.adapters is not None:
+            widths = [self._width(name, run) for name in self.adapters.outputs]
+            adapters = arithmetic.adapter_outputs(run, self.adapters.kind.rank, widths) + self.dropping(run)
+        if self.row:
+            return arithmetic.row_forward(run, inputs, self.features, adapters)
+        return arithmetic.column_forward(run, inputs, self._widths(run), adapters)
 
-    def _exact_adapters(self, run: Execution) -> int:
-        """Bytes that exact arithmetic needs for what adapters add to the result."""
-        if self.adapters is None:
-            return 0
-        widths = (self._width(name, run) for name in self.adapters.outputs)
-        rank = self.adapters.kind.rank
-        products = (
-            run.whole(width) + product_bytes(run.tokens, rank, width, run.byte, run.cpu) for width in widths
-        )
-        return self.dropping(run) + max(products)
+    def forward_copies(self, run: Execution) -> int:
+        """Bytes of copies of input and weights that the forward products multiply."""
+        run = self._execution(run)
+        return arithmetic_spec(run).forward_copies(run, *self.local(run))
 
     def rounded(self, run: Execution) -> int:
-        """Bytes of the weights that are kept in 8 bits, for forward passes and, transposed, for backward."""
-        return 2 * self.local(run)[0] * sum(self._widths(run)) if run.rounded_once else 0
+        """Bytes of copies of the weights that are kept until the next update."""
+        run = self._execution(run)
+        return arithmetic_spec(run).kept_weights(run, self.local(run)[0], self._widths(run))
 
     def backward(self, run: Execution, recomputed: bool, split: bool) -> Moment:
         """Memory of a column-parallel layer's backward: its input, where that is recomputed or gathered, and
@@ -499,7 +452,7 @@ class LinearSpec:
         summed = stream if gathered else 0
         product = max(0 if split else self.weight_product(run), summed)
         dropping = self.dropping(run) + (whole if self.dropping(run) else 0)  # of the gradient
-        needed = before + max(self.eight_bits(run), whole + gathered + max(product, dropping))
+        needed = before + max(self.input_gradient(run), whole + gathered + max(product, dropping))
         return Moment(needed, before + whole + gathered, self.matrices)
 
 

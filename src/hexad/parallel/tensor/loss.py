@@ -255,7 +255,7 @@ def _logits(
     x: Tensor, weight: Tensor, labels: Tensor, vocab: int, shard: Shard, scale: float | None
 ) -> tuple[Tensor, Tensor | None]:
     """(loss, gradient of the logits ``[tokens, columns]``) of one slice; statistics in at least float32."""
-    logits = exact.product(x, weight) if shard.exact else x @ weight.t()
+    logits = shard.arithmetic.unrounded.product(x, weight)
     if shard.compiled:
         loss = compiled_cross_entropy_sum_(logits, labels, vocab, shard.tensor, scale)
         return loss, None if scale is None else logits

@@ -109,7 +109,12 @@ def run(checkout: Path, folder: Path, *arguments: str) -> None:
     """Run a command of a checkout's source."""
     environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
     command = [str(HEXAD), *arguments]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    for _ in range(3):  # another process may take the port of a rendezvous
+        result = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        )
+        if "EADDRINUSE" not in result.stderr:
+            break
     if result.returncode:
         raise SystemExit(f"{checkout}: {' '.join(arguments)}\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
 

@@ -252,14 +252,25 @@ class ModuleWorkload(Workload):
         return [signature(microbatch) for microbatch in microbatches]
 
     def compute(self, stage: nn.Module, task: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
-        """What a stage computes of a microbatch; an error says so where 16-bit weights meet other inputs."""
+        """What a stage computes of a microbatch: the message for the next stage, or the loss."""
+        if not isinstance(task, FormedBatch):
+            return self._computed(stage, task, inputs, scale)
+        number = self._numbers[stage]
+        received = None if inputs is None else task.forms[number - 1].result(self.received(inputs))
+        result = self._computed(stage, task.batch, received, scale)
+        return task.forms[number].message(result) if number < len(task.forms) else result
+
+    def received(self, message: Tensor) -> Tensor:
+        """The message that a stage has received, as its layers may use it."""
+        return message
+
+    def _computed(self, stage: nn.Module, batch: Any, inputs: Any, scale: float | None) -> Any:
+        """A stage's result, of the last one the loss: by the user's function, or the stage's call. An error
+        says so where 16-bit weights meet other inputs."""
         try:
-            if not isinstance(task, FormedBatch):
-                return self.computed(stage, task, inputs, scale)
-            number = self._numbers[stage]
-            received = None if inputs is None else task.forms[number - 1].result(self.received(inputs))
-            result = self.computed(stage, task.batch, received, scale)
-            return task.forms[number].message(result) if number < len(task.forms) else result
+            if self._user_compute is not None:
+                return self._user_compute(stage, batch, inputs, scale)
+            return stage(batch) if inputs is None else stage(inputs)
         except RuntimeError as error:
             dtype = self.config.precision.dtype
             if dtype not in ("bf16", "fp16") or not _FORMATS_DIFFER.search(str(error)):
@@ -269,19 +280,9 @@ class ModuleWorkload(Workload):
                 f"not ({one_line(error)}); convert it: x.to(next(module.parameters()).dtype), or use fp32"
             ) from error
 
-    def received(self, message: Tensor) -> Tensor:
-        """The message that a stage has received, as its layers may use it."""
-        return message
-
-    def computed(self, stage: nn.Module, batch: Any, inputs: Any, scale: float | None) -> Any:
-        """A stage's result, of the last one the loss: by the user's function, or the stage's call."""
-        if self._user_compute is not None:
-            return self._user_compute(stage, batch, inputs, scale)
-        return stage(batch) if inputs is None else stage(inputs)
-
     def _result(self, stage: int, batch: Any, inputs: Any) -> Any:
-        """A stage's result, to find its form."""
-        return self.computed(self._stages[stage], batch, inputs, None)
+        """A stage's result in evaluation, to find its form."""
+        return self._computed(self._stages[stage], batch, inputs, None)
 
     def boundary(self, task: Any, stage: int) -> Tensor:
         """An empty tensor like what a stage passes on."""

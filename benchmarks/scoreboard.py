@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.planning.published import system_of
-from hexad.planning.validation import Compared, Errors, Score, compare, read_rows
+from hexad.planning.validation import Compared, Errors, PredictionErrors, compare, read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, CHART = DOCS / "scoreboard.md", DOCS / "images" / "scoreboard.svg"
@@ -45,7 +45,7 @@ def percentages(errors: Errors) -> tuple[str, ...]:
 
 def by_source(rows: Sequence[Compared]) -> list[str]:
     """The errors of every source."""
-    scores: dict[str, Score] = defaultdict(Score)
+    scores: dict[str, PredictionErrors] = defaultdict(PredictionErrors)
     for row in rows:
         scores[row.source].add(row)
         scores["all"].add(row)

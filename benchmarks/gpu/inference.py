@@ -21,7 +21,7 @@ from hexad.generation.loading import build_model, converted, make_replica
 from hexad.generation.replica import Replica
 from hexad.generation.requests import Request
 from hexad.generation.sampling import Sampling
-from hexad.generation.weights import Weights
+from hexad.generation.weights import StageWeights
 from hexad.planning import resolve
 
 from .device import Bench
@@ -68,7 +68,7 @@ def _generation(record: Record, bench: Bench) -> None:
         values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=bench.device)
         parameter.data = values.normal_(std=0.02)
     model = converted(model, torch.bfloat16)
-    Weights(model).pack()
+    StageWeights(model).pack()
     replica = make_replica(model, resolved.config, mesh, 8192, TokenText(ByteTokenizer()))
     number = 0
     for batch in (1, 4) if toy else BATCHES:

@@ -15,14 +15,14 @@ from backports import zstd
 from hexad.config import HexadError
 from hexad.dataset.build import compressed, sources
 from hexad.dataset.build.builder import build
-from hexad.dataset.build.inputs import Found
+from hexad.dataset.build.inputs import InputFile
 from hexad.dataset.indexed import IndexedDataset
 
 COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress}
 
 
 def records(path: Path) -> list[Any]:
-    pieces = sources.streamed(sources.cut([Found(path, True)]))
+    pieces = sources.streamed(sources.cut([InputFile(path, True)]))
     return [record.content for piece in pieces for record in sources.read(piece)]
 
 

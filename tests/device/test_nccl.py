@@ -22,7 +22,7 @@ from hexad.parallel.pipeline import executor
 from hexad.parallel.pipeline.schedule import Message, Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import Costs
-from hexad.parallel.pipeline.transfers import Exchange, Transfer, transfers
+from hexad.parallel.pipeline.transfers import Exchange, MessageEnd, transfers
 from hexad.topology import mesh
 from hexad.topology.mesh import Axis
 
@@ -407,7 +407,7 @@ class _Transport:
         return self._start("receive", message, peer)
 
 
-def programs(schedule: Schedule, orders: list[list[Transfer]], directions: bool = False) -> Played:
+def programs(schedule: Schedule, orders: list[list[MessageEnd]], directions: bool = False) -> Played:
     """Play a schedule's messages, with each direction on a communicator of its own or on one for both."""
     ranks = tuple(range(schedule.pipeline))
     groups: dict[str, Any] = {"group": "both"}

@@ -11,7 +11,7 @@ from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.generation.loading import converted, make_replica
 from hexad.generation.replica import Replica
-from hexad.generation.requests import Logprob, Request, RoutedExperts, Update
+from hexad.generation.requests import Logprob, Request, RequestUpdate, RoutedExperts
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning.checks import planned_layout
@@ -92,7 +92,7 @@ class Result:
     values: list[float] = field(default_factory=list)  # of the prompt, where that is all that is known
     routing: RoutedExperts | None = None
 
-    def add(self, update: Update) -> None:
+    def add(self, update: RequestUpdate) -> None:
         """Add an update."""
         self.tokens += update.tokens
         self.logprobs += update.logprobs

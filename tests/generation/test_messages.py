@@ -4,11 +4,11 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 
-from hexad.generation.batch import Batch, TokenSpan
+from hexad.generation.batch import TokenBatch, TokenSpan
 from hexad.generation.blocks import SlotRun
 from hexad.generation.front import Link, serve_link
-from hexad.generation.messages import Add, Cancel, Stop, Stopped, Updates
-from hexad.generation.requests import Logprob, Request, Update
+from hexad.generation.messages import Add, Cancel, RequestUpdates, Stop, Stopped
+from hexad.generation.requests import Logprob, Request, RequestUpdate
 from hexad.generation.sampling import Sampling
 from hexad.generation.sequence import Sequence
 from hexad.planning.checks import planned_layout
@@ -22,7 +22,9 @@ def test_a_sequence_begins_without_state_on_another_rank() -> None:
     sequence = Sequence(2, request)
     sequence.ids.append(9)
     sequence.computed, sequence.chosen = 3, 1
-    batch = Batch((TokenSpan(2, (9,), 3, 4, (SlotRun(0, 4),), last=True),), begun=(sequence,), ended=(1,))
+    batch = TokenBatch(
+        (TokenSpan(2, (9,), 3, 4, (SlotRun(0, 4),), last=True),), begun=(sequence,), ended=(1,)
+    )
     received = pickle.loads(pickle.dumps(batch))
     assert (received.spans, received.lane, received.ended) == (batch.spans, 0, (1,))
     (other,) = received.begun
@@ -50,11 +52,11 @@ def test_the_leader_of_another_replica_acts_on_every_message() -> None:
         first.put(Add(2, Request((1, 2, 3), Sampling(tokens=3, logprobs=0))))
         first.put(Cancel(1))
         first.put(Add(3, Request((4,), Sampling(tokens=0, prompt_logprobs=0))))
-        updates: list[Update] = []
+        updates: list[RequestUpdate] = []
         while {2, 3} - {update.number for update in updates if update.ended}:
             first.wait()
             for message in first.received():
-                assert isinstance(message, Updates)
+                assert isinstance(message, RequestUpdates)
                 updates += message.updates
         first.put(Stop())
         serving.result()

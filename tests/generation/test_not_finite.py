@@ -16,7 +16,7 @@ from hexad.config import HexadError, json_text
 from hexad.engine.evaluation import Score
 from hexad.generation.generator import Generator
 from hexad.generation.server.app import Access, make_app
-from hexad.generation.server.metrics import Metrics
+from hexad.generation.server.metrics import ServerMetrics
 from hexad.generation.server.service import Service
 
 from ..checkpoint.test_hugging_face import convert
@@ -91,7 +91,7 @@ def answers(broken: Path) -> Iterator[Any]:
     with Generator(f"hf:{broken}", ["precision.dtype=fp32"]) as generator:
 
         async def asked(bodies: list[dict[str, Any]]) -> list[httpx.Response]:
-            service = Service(generator, Metrics(), 8)
+            service = Service(generator, ServerMetrics(), 8)
             transport = httpx.ASGITransport(make_app(service, "m", positions=16, access=Access()))
             service.start()
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -11,9 +11,9 @@ from torch import Tensor
 from hexad.generation.blocks import BlockPool, BlockTable
 from hexad.generation.paged_attention import (
     Arrangement,
-    DeviceMemory,
+    GpuMemory,
     HostMemory,
-    Memory,
+    KeyValueMemory,
     Queries,
     reads_blocks,
 )
@@ -73,7 +73,7 @@ def refusing(*_: Any, seqused_k: Any = None, block_table: Any = None, **__: Any)
 class Sequences:
     """Sequences in a cache, that grow by turns."""
 
-    def __init__(self, seed: int, window: int | None, memory: Memory, neighbours: bool) -> None:
+    def __init__(self, seed: int, window: int | None, memory: KeyValueMemory, neighbours: bool) -> None:
         self.chance, self.window, self.memory = random.Random(seed), window, memory
         self.pool = BlockPool(len(memory.keys) // BLOCK, BLOCK, neighbours)
         self.generator = torch.Generator().manual_seed(seed)
@@ -131,7 +131,7 @@ def test_outputs_are_those_of_plain_attention(kind: str, window: int | None) -> 
             return by_bounds(*arguments, **options)
 
     for seed in range(4):
-        memory = HostMemory(*place) if kind.startswith("host") else DeviceMemory(*place, BLOCK)
+        memory = HostMemory(*place) if kind.startswith("host") else GpuMemory(*place, BLOCK)
         sequences = Sequences(seed, window, memory, "neighbours" in kind)
         for _ in range(12):
             out, expected = sequences.step(AttentionKernel(SCALE, window, varlen))
@@ -143,7 +143,7 @@ def test_a_context_rank_may_have_only_padding(varlen: Any) -> None:
     keys = torch.randn(1, GROUPS, WIDTH, dtype=torch.float64)
     for memory in (
         HostMemory(8, (GROUPS, WIDTH), torch.float64, CPU),
-        DeviceMemory(8, (GROUPS, WIDTH), torch.float64, CPU, BLOCK),
+        GpuMemory(8, (GROUPS, WIDTH), torch.float64, CPU, BLOCK),
     ):
         step = Arrangement(torch.tensor([3]), [], 1)
         q = torch.randn(1, HEADS, WIDTH, dtype=torch.float64)

@@ -8,7 +8,7 @@ import pytest
 
 from hexad.dataset.text.token_text import TokenText
 from hexad.dataset.text.tokenizer import load_tokenizer
-from hexad.generation.requests import Logprob, Request, Update
+from hexad.generation.requests import Logprob, Request, RequestUpdate
 from hexad.generation.sampling import Sampling
 
 from ..dataset.tokenizers import made
@@ -38,7 +38,7 @@ def result(text: TokenText, form: str, prompt: Any, new: list[Logprob], **fields
     decoder = text.decoder(ids)
     shown = "".join(decoder.add(one.token).text for one in new) + (decoder.end() if new else "")
     tokens = tuple(one.token for one in new)
-    texts._texts[0].add(Update(0, shown, tokens, tuple(new), scores, "length"))
+    texts._texts[0].add(RequestUpdate(0, shown, tokens, tuple(new), scores, "length"))
     return json.loads(texts.content(), parse_constant=pytest.fail)["choices"][0]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hexad.config import NOT_FINITE, ConfigError
-from hexad.generation.requests import Request, Update, drawn, streams
+from hexad.generation.requests import Request, RequestUpdate, drawn, streams
 from hexad.generation.sampler import Sampler, log_probabilities
 from hexad.generation.sampling import Sampling, restricted_with_temperature
 from hexad.generation.sequence import Sequence
@@ -208,5 +208,5 @@ def test_a_grammar_that_cannot_go_on_ends_its_text_only() -> None:
     constrained = sequence_of(sampler, Request((9,), Sampling(tokens=9, grammar="{}")))
     free = sequence_of(sampler, Request((9,), Sampling(tokens=9)), 2)
     failed, other = sampler.choose(LOGITS.repeat(2, 1), [constrained, free])
-    assert failed == Update(1, "the grammar of the text is too complex", ended="failed")
-    assert other == Update(2, tokens=(0,))
+    assert failed == RequestUpdate(1, "the grammar of the text is too complex", ended="failed")
+    assert other == RequestUpdate(2, tokens=(0,))

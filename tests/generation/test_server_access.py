@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from hexad.generation.server.access import Guard, Room, body, parsed
+from hexad.generation.server.access import Guard, RequestMemory, body, parsed
 from hexad.generation.server.connections import Connection, Limits
-from hexad.generation.server.errors import Refused
+from hexad.generation.server.errors import RequestError
 from hexad.generation.server.forms import EventStream
-from hexad.generation.server.metrics import Metrics
+from hexad.generation.server.metrics import ServerMetrics
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +65,7 @@ HOSTS = ["a", "a?", "a#", "a/health?", "a:80?/health", "/health?", "[::1]?", "",
 @pytest.mark.parametrize("path", PRIVATE)
 @pytest.mark.parametrize("host", HOSTS)
 def test_no_host_gets_past_the_keys(path: str, host: str) -> None:
-    guard = Guard(app, Metrics(), PRIVATE, ["secret"])
+    guard = Guard(app, ServerMetrics(), PRIVATE, ["secret"])
     assert status(guard, path, Host=host) == 401
     assert status(guard, path, Host=host, Authorization="Bearer secret") == 200
     assert status(guard, path, Host=host, Authorization="Bearer secre") == 401
@@ -74,7 +74,7 @@ def test_no_host_gets_past_the_keys(path: str, host: str) -> None:
 
 def test_without_keys_names_are_those_of_this_machine() -> None:
     """Or a page of another site could read answers, by making its name lead here."""
-    guard = Guard(app, Metrics(), PRIVATE, hosts=["given.example"])
+    guard = Guard(app, ServerMetrics(), PRIVATE, hosts=["given.example"])
     own = ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:8000", "[::1]", "[::1]:8000", "10.1.2.3:1"]
     own += ["model.localhost", "given.example:9", "localhost."]
     others = [
@@ -98,7 +98,7 @@ def test_what_fails_is_counted_and_answered() -> None:
     async def failing(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError
 
-    metrics = Metrics()
+    metrics = ServerMetrics()
     guard = Guard(failing, metrics, ["/v1/models"], ["secret"])
     assert status(guard, "/v1/models", Authorization="Bearer secret") == 500
     assert status(guard, "/v1/models") == 401 and status(guard, "/v1/else") == 401
@@ -107,7 +107,7 @@ def test_what_fails_is_counted_and_answered() -> None:
     assert 'hexad_requests_total{path="other",status="401"} 1.0' in lines
 
 
-def read(parts: list[bytes], headers: dict[str, str], room: Room, largest: int = 10**6) -> bytes:
+def read(parts: list[bytes], headers: dict[str, str], room: RequestMemory, largest: int = 10**6) -> bytes:
     """The body that a client sends in parts."""
 
     before = room.used
@@ -130,18 +130,18 @@ def read(parts: list[bytes], headers: dict[str, str], room: Room, largest: int =
 
 
 def test_bodies_take_room_until_they_are_used() -> None:
-    room = Room(200_000)
+    room = RequestMemory(200_000)
     assert read([b"a" * 50_000] * 3, {"Content-Length": "150000"}, room) == b"a" * 150_000
     assert room.used == 0
     with room.taken(150_000):
-        with pytest.raises(Refused) as full:
+        with pytest.raises(RequestError) as full:
             read([b"a" * 50_000] * 2, {"Content-Length": "100000"}, room)
         assert full.value.status == 429 and room.used == 150_000
         assert read([b"a" * 1000], {"Content-Length": "1000"}, room)  # a small one always has room
-        with pytest.raises(Refused, match="hold 150,000 of 200,000") as full, room.taken(100_000):
+        with pytest.raises(RequestError, match="hold 150,000 of 200,000") as full, room.taken(100_000):
             pass
         assert full.value.status == 429
-    with pytest.raises(Refused, match="more than the 200,000") as never, room.taken(300_000):
+    with pytest.raises(RequestError, match="more than the 200,000") as never, room.taken(300_000):
         pass
     assert never.value.status == 400 and room.used == 0
 
@@ -158,8 +158,8 @@ def test_bodies_take_room_until_they_are_used() -> None:
     ids=str,
 )
 def test_bodies_that_are_not_read(headers: dict[str, str], number: int) -> None:
-    with pytest.raises(Refused) as refused:
-        read([b"{}"], headers, Room(10**6))
+    with pytest.raises(RequestError) as refused:
+        read([b"{}"], headers, RequestMemory(10**6))
     assert refused.value.status == number
 
 
@@ -177,11 +177,11 @@ def test_json_is_bounded_by_its_parts() -> None:
     ]
     wrong += [b'{"a": ' + b"9" * 10_000 + b"}", b'"' + b"a" * 10**6 + b'"']
     for content in wrong:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RequestError) as refused:
             parsed(content)
         assert refused.value.status == 400 and len(str(refused.value)) < 300
     lists = b'{"a": [' + b"[]," * 250_000 + b"[]]}"
-    with pytest.raises(Refused, match="more than 250,000 brackets and names"):
+    with pytest.raises(RequestError, match="more than 250,000 brackets and names"):
         parsed(lists)
 
 
@@ -289,7 +289,7 @@ def test_clients_that_do_not_read_are_disconnected(caplog: pytest.LogCaptureFixt
         writer.close()
 
     limits = Limits(8, 60.0)
-    guard = Guard(Starlette(routes=[Route("/", stream)]), Metrics(), ["/"], timeout=0.2)
+    guard = Guard(Starlette(routes=[Route("/", stream)]), ServerMetrics(), ["/"], timeout=0.2)
     served(limits, client, guard)
     text = "clients have not accepted their answers in time (inference.client_timeout)"
     assert [record.message for record in caplog.records] == [text]
@@ -309,7 +309,7 @@ def test_errors_of_clients_are_one_line(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_messages_are_json() -> None:
     async def client() -> httpx.Response:
-        guard = Guard(app, Metrics(), PRIVATE, ["secret"])
+        guard = Guard(app, ServerMetrics(), PRIVATE, ["secret"])
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as session:
             return await session.get("/v1/models")

@@ -11,7 +11,7 @@ pytest.importorskip("starlette")
 
 from hexad.dataset.text.chat import ChatTemplate
 from hexad.generation.server.protocol import ChatRequest, CompletionRequest, read
-from hexad.generation.server.tools import Call, ToolFormat, ToolReader
+from hexad.generation.server.tools import FunctionCall, ToolFormat, ToolReader
 
 from .tool_models import ENDS, SPECIALS, TEMPLATES, XML
 
@@ -25,14 +25,17 @@ FUNCTIONS: list[dict[str, Any]] = [
     {"name": "weather", "parameters": SCHEMA, "strict": True},
     {"name": "now"},
 ]
-CALLS = [Call("weather", '{"city": "Rome", "days": 3}'), Call("now", '{"a": ["}", {"b": null}]}')]
+CALLS = [
+    FunctionCall("weather", '{"city": "Rome", "days": 3}'),
+    FunctionCall("now", '{"a": ["}", {"b": null}]}'),
+]
 
 
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, "t", {"bos_token": "<s>", "eos_token": "</s>"}, ENDS)
 
 
-def written(source: str, calls: list[Call], content: str = "") -> str:
+def written(source: str, calls: list[FunctionCall], content: str = "") -> str:
     """An answer as the template writes it."""
     made = [
         {

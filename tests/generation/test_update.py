@@ -14,7 +14,7 @@ from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.losses import Outputs
 from hexad.parallel import resharding
 from hexad.parallel.rectangle import Rectangle
-from hexad.parallel.resharding import Transfer, minus
+from hexad.parallel.resharding import Resharding, minus
 from hexad.planning.checks import planned_layout
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
@@ -148,7 +148,7 @@ def transferred(
     held = [(rectangle, true[rectangle.name][rectangle.slices].contiguous()) for rectangle in have[mesh.rank]]
     places = [(rectangle, torch.full(rectangle.sizes, torch.nan)) for rectangle in need[mesh.rank]]
     with mock.patch.object(resharding, "_MESSAGE", message):
-        way = Transfer(have[mesh.rank], need[mesh.rank], mesh.world)
+        way = Resharding(have[mesh.rank], need[mesh.rank], mesh.world)
     for _ in range(2):
         way.run(held, places, torch.float32)
     right = all(torch.equal(values, true[rectangle.name][rectangle.slices]) for rectangle, values in places)

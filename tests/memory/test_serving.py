@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hexad.generation.batch import Batch, TokenSpan
+from hexad.generation.batch import TokenBatch, TokenSpan
 from hexad.generation.cache import BatchCache
 from hexad.generation.loading import make_memory
-from hexad.generation.weights import Weights
+from hexad.generation.weights import StageWeights
 from hexad.parallel.inventory import Execution
 from hexad.planning.checks import planned_layout
 from hexad.planning.memory import rank_stages
@@ -31,7 +31,7 @@ def allocated(name: str, layout: Degrees, **precision: Any) -> tuple[int, int, i
     stage = stage_of(config, mesh)
     memory, blocks, block = make_memory(stage, config, mesh, 128)
     if config.precision.exact:
-        Weights(stage).pack()
+        StageWeights(stage).pack()
     tensors = (value for part in memory.values() for value in vars(part).values())
     kept = {value.data_ptr(): value.nbytes for value in tensors if isinstance(value, torch.Tensor)}
     cache = sum(kept.values())
@@ -86,7 +86,7 @@ def test_products_are_counted_as_pytorch_counts_them(name: str) -> None:
     memory, _, _ = make_memory(model, config, Mesh.create(resolved.layout, CPU), 128)
     (stage,) = rank_stages(resolved, 0).values()
     span = TokenSpan(1, (3,), plan.length - 1, plan.length, ((0, plan.length),))  # type: ignore[arg-type]
-    cache = BatchCache(memory, Batch((span,)), Axis("context"), CPU)
+    cache = BatchCache(memory, TokenBatch((span,)), Axis("context"), CPU)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.logits(model(cache.tokens, cache=cache))
     attention = stage.cached_flops(plan.length, 1)

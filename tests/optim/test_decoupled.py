@@ -14,7 +14,7 @@ from torch import Tensor
 from hexad.config import HexadError
 from hexad.engine.engine import Engine
 from hexad.optim.optimizer import Publish
-from hexad.optim.schedule import Rates
+from hexad.optim.schedule import LearningRates
 
 from ..parity.harness import TOLERANCE, VARIANTS, Case, References, errors, run
 from ..pool import Pool
@@ -67,7 +67,9 @@ def test_values_are_those_of_two_groups(tied: bool, low: float | None, monkeypat
     )
     update = engine.optimizer.rule.update
 
-    def recorded(gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish) -> None:
+    def recorded(
+        gradients: Iterator[Tensor], rates: LearningRates | None, factor: float, publish: Publish
+    ) -> None:
         given = list(gradients)
         for name, gradient in values(engine, given).items():
             weights[name].grad = gradient * factor

@@ -16,7 +16,7 @@ from hexad.comm import Pending
 from hexad.config import Config
 from hexad.engine.engine import Engine
 from hexad.optim.optimizer import AdamW
-from hexad.optim.schedule import Rates, update_bytes
+from hexad.optim.schedule import LearningRates, update_bytes
 from hexad.parallel import pointwise
 from hexad.parallel.data.buckets import Bucket
 
@@ -114,7 +114,9 @@ def _stepped(engine: Engine, gradient: float, veto: int) -> tuple[float, bool]:
     for bucket in engine.trained:
         bucket.gradient.fill_(gradient)
     forbidden = Pending(torch.tensor([veto]))
-    norm, made, _ = engine.optimizer.step(Rates(0.1, 0.1), 2.0, lambda bucket: bucket.publish(), forbidden)
+    norm, made, _ = engine.optimizer.step(
+        LearningRates(0.1, 0.1), 2.0, lambda bucket: bucket.publish(), forbidden
+    )
     return norm, made
 
 
@@ -192,7 +194,7 @@ def _updated(engine: Engine, compiled: bool, decoupled: float) -> Iterator[list[
         for bucket in engine.trained:
             drawn = torch.randn(bucket.gradient.shape, generator=generator).to(bucket.gradient.dtype)
             gradients.append(drawn if compiled else drawn.to(wide))
-        rates = Rates(0.01 * (step + 1), decoupled or 0.01)
+        rates = LearningRates(0.01 * (step + 1), decoupled or 0.01)
         factor = (1.0, 0.25)[step % 2]
         given = torch.tensor(factor, dtype=torch.float64) if compiled else factor
         rule.update(iter(gradients), rates, given, publish)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hexad.generation import latent_memory, paged_attention
-from hexad.generation.blocks import Run
-from hexad.generation.paged_attention import Arrangement, DeviceMemory, HostMemory, Queries
+from hexad.generation.blocks import SlotRun
+from hexad.generation.paged_attention import Arrangement, GpuMemory, HostMemory, Queries
 from hexad.model import attention, attention_kernels
 from hexad.model.attention_kernels import AttentionKernel
 from hexad.parallel.attention_choice import TILED, AttentionFacts, AttentionMethod, choose_attention
@@ -177,7 +177,7 @@ def test_layers_ask_for_their_facts() -> None:
 
 def _step(tokens: int) -> tuple[Arrangement, tuple[torch.Tensor, ...]]:
     """The first tokens of a sequence in a cache."""
-    queries = [Queries((0, tokens), 0, 0, (Run(0, tokens),), 0)]
+    queries = [Queries((0, tokens), 0, 0, (SlotRun(0, tokens),), 0)]
     generator = torch.Generator().manual_seed(3)
     operands = tuple(torch.randn(tokens, heads, 8, generator=generator) for heads in (4, 2, 2))
     return Arrangement(torch.arange(tokens), queries, tokens), operands
@@ -197,14 +197,14 @@ def test_a_cache_on_a_cpu_computes_by_the_method(method: AttentionMethod) -> Non
 @pytest.mark.parametrize("method", [SDPA, VARLEN])
 def test_a_cache_on_a_gpu_computes_by_the_method(method: AttentionMethod) -> None:
     step, operands = _step(5)
-    memory = DeviceMemory(8, (2, 8), torch.float32, torch.device("cpu"), 4)
+    memory = GpuMemory(8, (2, 8), torch.float32, torch.device("cpu"), 4)
     calls: list[torch.Tensor] = []
 
     def varlen(q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         calls.append(q)
         return q
 
-    with _chosen(paged_attention, method, (DeviceMemory, "_masked")) as masked:
+    with _chosen(paged_attention, method, (GpuMemory, "_masked")) as masked:
         memory.attend(*operands, step, AttentionKernel(0.3, varlen=varlen))
     assert (len(calls), masked["_masked"]) == ((1, 0) if method is VARLEN else (0, 1))
 

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.parallel.context.attention import Merged
-from hexad.parallel.context.balance import Pieces, _by_dealing, _Change, by_work, levelled, received, work_of
+from hexad.parallel.context.balance import (
+    BalancePieces,
+    _by_dealing,
+    _Change,
+    by_work,
+    levelled,
+    received,
+    work_of,
+)
 from hexad.parallel.context.exchange import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import (
     CpuFlash,
@@ -161,7 +169,7 @@ def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, len
     generator = np.random.default_rng(seed)
     count = ranks * length
     bounds = np.unique([0, 4 * count, *generator.integers(1, 4 * count, 5)])
-    pieces = Pieces.of(bounds, np.arange(0, 4 * count + 1, 4), generator.uniform(1, 9, count))
+    pieces = BalancePieces.of(bounds, np.arange(0, 4 * count + 1, 4), generator.uniform(1, 9, count))
     owner = generator.permutation(np.repeat(np.arange(ranks), length))
 
     def ends(owner: Any) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hexad.config import ConfigError
 from hexad.model import exact_attention, exact_ops, ops
-from hexad.model.exact_attention import Run, attend_run, on_grid
+from hexad.model.exact_attention import TokenRange, attend_run, on_grid
 from hexad.model.positions import Rotary, _powers
 from hexad.parallel import exact, exact_inventory
 from hexad.parallel.exact_inventory import Blocks
@@ -204,22 +204,22 @@ def test_blocks_of_any_size_give_the_same(
 def test_attention_does_not_depend_on_its_division(dtype: torch.dtype, window: int | None) -> None:
     q, k, v = (values(67, heads, 18, dtype=dtype, seed=heads) for heads in (4, 2, 1))
     kept = on_grid(k, v.expand(-1, 2, -1).contiguous())
-    made = attend_run(q, kept, Run(0, 0, window), 0.3)
+    made = attend_run(q, kept, TokenRange(0, 0, window), 0.3)
     for begin, end in ((0, 1), (3, 20), (20, 67), (66, 67)):
         origin = 0 if window is None else max(0, begin + 1 - window)
-        run = Run(begin, origin, window)
+        run = TokenRange(begin, origin, window)
         part = attend_run(q[begin:end], kept.part(slice(origin, end)), run, 0.3)
         assert torch.equal(part, made[begin:end])
     for head in range(4):
         one = kept.part(slice(None), slice(head // 2, head // 2 + 1))
-        assert torch.equal(attend_run(q[:, [head]], one, Run(0, 0, window), 0.3), made[:, [head]])
+        assert torch.equal(attend_run(q[:, [head]], one, TokenRange(0, 0, window), 0.3), made[:, [head]])
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_attention_is_as_accurate_as_usual(dtype: torch.dtype) -> None:
     q, k, v = (values(90, 2, 24, dtype=dtype, seed=seed).clamp(-8, 8) for seed in range(3))
     v[5], v[7] = 0, v[7] * 2**-20
-    made = attend_run(q, on_grid(k, v), Run(0), 0.2)
+    made = attend_run(q, on_grid(k, v), TokenRange(0), 0.2)
     batch = [x.transpose(0, 1)[None] for x in (q, k, v)]
 
     def usual(*parts: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ def digest() -> str:
     for dtype in FORMATS:
         results = [function(values(301, 46, dtype=dtype)) for function in ROW_WISE.values()]
         q, k, v = (values(67, heads, 18, dtype=dtype, seed=heads) for heads in (4, 2, 2))
-        results.append(attend_run(q, on_grid(k, v), Run(0), 0.3))
+        results.append(attend_run(q, on_grid(k, v), TokenRange(0), 0.3))
         for result in results:
             made.update(result.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return made.hexdigest()

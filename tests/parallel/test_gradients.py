@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexad.parallel.contributions import Contribution, Dense, Rows, WeightGradient, widening_products
+from hexad.parallel.contributions import Contribution, Dense, EmbeddingRows, WeightGradient, widening_products
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
 from hexad.parallel.data.ordering import Rounds
 from hexad.parallel.inventory import Parameter, Weight
@@ -51,7 +51,7 @@ def _contributions(dtype: torch.dtype) -> list[Contribution]:
     generator = torch.Generator().manual_seed(5)
     values, left, right, rows = (torch.randn(n, 7, generator=generator) for n in (12, 6, 6, 5))
     product = WeightGradient(torch.cat([left, left[:, :5]], 1).to(dtype), right.to(dtype))
-    return [Dense(values.to(dtype)), product, Rows(torch.tensor([3, 0, 3, 11, 7]), rows.to(dtype))]
+    return [Dense(values.to(dtype)), product, EmbeddingRows(torch.tensor([3, 0, 3, 11, 7]), rows.to(dtype))]
 
 
 @pytest.mark.parametrize("fresh", [True, False])

@@ -100,23 +100,23 @@ def _detached_router(mesh: Mesh) -> Patches:
 
 
 def _bias_changed_twice(mesh: Mesh) -> Patches:
-    original = engine_experts.Loads.adopt
+    original = engine_experts.ExpertLoads.adopt
 
     def adopt(self: Any, counts: torch.Tensor, stages: Any) -> None:
         for _ in range(2):
             original(self, counts, stages)
 
-    return [mock.patch.object(engine_experts.Loads, "adopt", adopt)]
+    return [mock.patch.object(engine_experts.ExpertLoads, "adopt", adopt)]
 
 
 def _loads_of_this_data_rank(mesh: Mesh) -> Patches:
-    original = engine_experts.Loads.adopt
+    original = engine_experts.ExpertLoads.adopt
 
     def adopt(self: Any, counts: torch.Tensor, stages: Any) -> None:
         first = mesh.data.rank == 0
         original(self, counts if first else counts.flip(1).roll(3, 1), stages)
 
-    return [mock.patch.object(engine_experts.Loads, "adopt", adopt)]
+    return [mock.patch.object(engine_experts.ExpertLoads, "adopt", adopt)]
 
 
 def _rows_beyond_the_last_offset(mesh: Mesh) -> Patches:

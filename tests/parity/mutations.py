@@ -15,7 +15,7 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.latent_attention import LatentAttention
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
-from hexad.optim.schedule import Rates
+from hexad.optim.schedule import LearningRates
 from hexad.parallel.data import buckets, gradients, ordering
 from hexad.parallel.data.buckets import StateSharding
 from hexad.parallel.inventory import Parameter
@@ -193,8 +193,8 @@ def _wrong_scale(mesh: Mesh) -> Patches:
 def _stale_weights(mesh: Mesh) -> Patches:
     original = BucketOptimizer.step
 
-    def step(self: BucketOptimizer, rates: Rates, *rest: Any) -> Any:
-        return original(self, Rates(0.0, 0.0) if mesh.pipeline.rank == 1 else rates, *rest)
+    def step(self: BucketOptimizer, rates: LearningRates, *rest: Any) -> Any:
+        return original(self, LearningRates(0.0, 0.0) if mesh.pipeline.rank == 1 else rates, *rest)
 
     return [mock.patch.object(BucketOptimizer, "step", step)]
 

@@ -25,7 +25,7 @@ from hexad.parallel.pipeline.executor import Executor, MessageBuffers, Stage
 from hexad.parallel.pipeline.schedule import Schedule, forward_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import Costs
-from hexad.parallel.pipeline.transfers import Transfer, transfers
+from hexad.parallel.pipeline.transfers import MessageEnd, transfers
 from hexad.topology.mesh import Axis
 
 from ..layers import CPU
@@ -185,7 +185,7 @@ def test_evaluation_ends(schedule: Schedule) -> None:
     assert not any(gradients)
 
 
-def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[Transfer]]:
+def as_needed(schedule: Schedule, costs: Costs | None = None) -> list[list[MessageEnd]]:
     """Messages in the order in which each rank comes to them."""
     orders = []
     for own, actions in zip(transfers(schedule, costs), schedule.ranks):

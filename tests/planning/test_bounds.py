@@ -11,7 +11,7 @@ import pytest
 from hexad import Layout
 from hexad.config import ConfigError
 from hexad.planning import resolve
-from hexad.planning.choices import Grid, Pipeline, Variant
+from hexad.planning.choices import LayerLayout, PipelineLayout, Variant
 from hexad.planning.device_memory import device_memory
 from hexad.planning.evaluation import Memories, Steps
 from hexad.planning.job import Job
@@ -28,7 +28,7 @@ def _search(model: str, gpus: int, sequence: int, sequences: int, gib: int) -> S
     return Search(config, target.cluster, gib * 2**30)
 
 
-def _chosen(search: Search, number: int, seed: int) -> Iterator[tuple[Grid, Pipeline]]:
+def _chosen(search: Search, number: int, seed: int) -> Iterator[tuple[LayerLayout, PipelineLayout]]:
     """Layouts, chosen at random."""
     random, grids = Random(seed), list(search.choices.grids())
     while number:
@@ -39,7 +39,9 @@ def _chosen(search: Search, number: int, seed: int) -> Iterator[tuple[Grid, Pipe
             number -= 1
 
 
-def _evaluated(search: Search, grid: Grid, choice: Pipeline) -> Iterator[tuple[Variant, Memories, float]]:
+def _evaluated(
+    search: Search, grid: LayerLayout, choice: PipelineLayout
+) -> Iterator[tuple[Variant, Memories, float]]:
     """Of every kind of recompute that fits, the variant in which it concerns the fewest layers, and its
     seconds, found without bounds on time."""
     try:
@@ -90,7 +92,7 @@ def test_nothing_is_below_its_bounds(case: tuple[str, int, int, int, int], numbe
     assert fitting > number // 2
 
 
-def _by_hand(search: Search, grid: Grid, choice: Pipeline) -> float:
+def _by_hand(search: Search, grid: LayerLayout, choice: PipelineLayout) -> float:
     """The fewest seconds of all variants of a pipeline, each resolved and predicted in full."""
     best = inf
     for order in search.choices.orders(search.choices.layout(grid, choice.pipeline)):
@@ -122,8 +124,8 @@ def test_little_is_missing(schedule: str, percent: float) -> None:
     config = planned_config("llama3-8b", [*settings, "precision.dtype=bf16"], target)
     fixed = frozenset({"parallel.split", "parallel.tensor_chunks"})
     search = Search(config, target.cluster, 2**40, fixed)
-    grid = Grid(1, 1, "ring", 1, 1, 2)
-    choice = Pipeline(2, 3 if schedule == "interleaved" else 1, schedule, 1)
+    grid = LayerLayout(1, 1, "ring", 1, 1, 2)
+    choice = PipelineLayout(2, 3 if schedule == "interleaved" else 1, schedule, 1)
     whole = search._evaluate(grid, choice, inf)
     assert whole is not None and whole.resolved.config.memory.recompute == "none"
     search = Search(config, target.cluster, int(whole.device.total * percent / 100), fixed)

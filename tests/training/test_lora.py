@@ -16,7 +16,7 @@ import hexad
 from hexad.checkpoint.base import Base, base_of, removal_notice
 from hexad.checkpoint.directory import check_same_model
 from hexad.checkpoint.manifest import read_manifest
-from hexad.checkpoint.merged import Weights, _merged
+from hexad.checkpoint.merged import StoredWeights, _merged
 from hexad.checkpoint.reader import Checkpoint
 from hexad.config import ConfigError, HexadError
 from hexad.dataset.load.loader import loader_from_config
@@ -139,8 +139,8 @@ def test_adapters_of_experts_are_merged_rectangle_by_rectangle() -> None:
             return tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, sizes))]
 
         facts = {name: (torch.float32, shape) for name, shape in shapes.items()}
-        base = Weights("base", False, {"x": facts["x"]}, read)
-        own = Weights("own", False, {name: facts[name] for name in facts if name != "x"}, read)
+        base = StoredWeights("base", False, {"x": facts["x"]}, read)
+        own = StoredWeights("own", False, {name: facts[name] for name in facts if name != "x"}, read)
         added = 1.5 * torch.einsum("e...r,eri->e...i", tensors["x.lora_b"], tensors["x.lora_a"])
         whole = tensors["x"] + added
         offset, sizes = (1, *(1 for _ in shape[1:])), (2, *(n - 1 for n in shape[1:]))

@@ -20,7 +20,7 @@ from .reader import Checkpoint
 
 
 @dataclass(frozen=True)
-class Weights:
+class StoredWeights:
     """Global tensors of a model, by our names.
 
     Attributes:
@@ -51,7 +51,7 @@ class Weights:
             raise HexadError(f"{self.where}: tensor model.{name} {problem}, the model has {shape}")
 
 
-def _saved(checkpoint: Checkpoint) -> Weights:
+def _saved(checkpoint: Checkpoint) -> StoredWeights:
     """The weights that a checkpoint itself holds."""
     tensors = {
         name.removeprefix("model."): (getattr(torch, tensor.dtype), tensor.shape)
@@ -62,20 +62,20 @@ def _saved(checkpoint: Checkpoint) -> Weights:
     def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return checkpoint.read(f"model.{name}", offset, sizes)
 
-    return Weights(f"checkpoint {checkpoint.path}", checkpoint.manifest.weights_only, tensors, read)
+    return StoredWeights(f"checkpoint {checkpoint.path}", checkpoint.manifest.weights_only, tensors, read)
 
 
-def published_weights(model: HuggingFaceModel) -> Weights:
+def published_weights(model: HuggingFaceModel) -> StoredWeights:
     """The weights of a Hugging Face directory."""
     tensors = {name: (model.dtypes[name], place.shape) for name, place in model.tensors.items()}
 
     def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return model.read(Rectangle(name, tensors[name][1], tuple(offset), tuple(sizes)))
 
-    return Weights(str(model.directory), True, tensors, read)
+    return StoredWeights(str(model.directory), True, tensors, read)
 
 
-def _merged(own: Weights, base: Weights, config: Config) -> Weights:
+def _merged(own: StoredWeights, base: StoredWeights, config: Config) -> StoredWeights:
     """``W + scale * B A``, in at least float32, of a checkpoint's adapters and the weights that they belong
     to; weights that were trained besides are the checkpoint's."""
     lora = ModelInventory(config.model).trained.lora
@@ -97,11 +97,13 @@ def _merged(own: Weights, base: Weights, config: Config) -> Weights:
             return torch.add(values.to(wide), product, alpha=lora.scale)
         return torch.addmm(values.to(wide), b.to(wide), a.to(wide), alpha=lora.scale)
 
-    return Weights(own.where, False, {**base.tensors, **own.tensors}, read)
+    return StoredWeights(own.where, False, {**base.tensors, **own.tensors}, read)
 
 
 @contextmanager
-def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = None) -> Iterator[Weights]:
+def opened_weights(
+    checkpoint: Checkpoint, config: Config, load: str | None = None
+) -> Iterator[StoredWeights]:
     """The weights of an opened checkpoint with its configuration: its own, or merged from its adapters and
     their base, at ``load`` (as ``model.load``) if that is not the checkpoint's.
 

@@ -34,7 +34,7 @@ from .hugging_face.importing import check_target, precision_of, with_precision, 
 from .hugging_face.weights import HuggingFaceModel, read_slices
 from .index import FileRecord, Index
 from .kept_tokenizer import FOLDER, keep_files, tokenizer_files_of
-from .merged import Weights, opened_weights, published_weights
+from .merged import StoredWeights, opened_weights, published_weights
 from .reader import Checkpoint
 from .tensor_file import Part, TensorFile, write_shard
 
@@ -68,7 +68,7 @@ class _Dense:
     """
 
     config: Config
-    weights: Weights
+    weights: StoredWeights
     tokenizer: dict[str, bytes]
     folder: Path | None
 
@@ -183,7 +183,7 @@ def _with_tokenizer(
     return config.model_copy(update={"data": data}), keep_files(partial, dense.tokenizer)
 
 
-def _written(dense: Weights, config: Config, directory: Path) -> Index:
+def _written(dense: StoredWeights, config: Config, directory: Path) -> Index:
     """Write all weights to one tensor file; returns its index."""
     gated = family(config.model.family).gated
     weights = ModelInventory(config.model).weights()
@@ -200,7 +200,7 @@ def _written(dense: Weights, config: Config, directory: Path) -> Index:
     return write_shard(directory, TensorFile.of_host(0, {0: parts}), values)
 
 
-def _check(weights: Mapping[str, Weight], copies: Mapping[str, Sequence[str]], dense: Weights) -> None:
+def _check(weights: Mapping[str, Weight], copies: Mapping[str, Sequence[str]], dense: StoredWeights) -> None:
     """Refuse a dense model in which a tensor is missing, has another shape, or is part of nothing."""
     for name, weight in weights.items():
         for other in copies[name]:
@@ -222,7 +222,7 @@ def _copied(name: str, gated: bool) -> tuple[str, ...]:
     return () if marker and rest.startswith("router.") else (name,)
 
 
-def _dtype(weight: Weight, copies: Sequence[str], dense: Weights) -> torch.dtype:
+def _dtype(weight: Weight, copies: Sequence[str], dense: StoredWeights) -> torch.dtype:
     """The format of a weight: that of its copies; of a router that of the norm before it, or a wider one."""
     if copies:
         return reduce(torch.promote_types, map(dense.dtype, copies))
@@ -231,7 +231,12 @@ def _dtype(weight: Weight, copies: Sequence[str], dense: Weights) -> torch.dtype
 
 
 def _values(
-    part: Rectangle, weight: Weight, copies: Sequence[str], dense: Weights, seed: int, dtype: torch.dtype
+    part: Rectangle,
+    weight: Weight,
+    copies: Sequence[str],
+    dense: StoredWeights,
+    seed: int,
+    dtype: torch.dtype,
 ) -> Tensor:
     """A slice of a weight."""
     if not copies:

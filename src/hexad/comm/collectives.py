@@ -18,7 +18,7 @@ from hexad.topology.mesh import Axis
 from hexad.topology.sent import sent_bytes
 
 from .memory import same_place
-from .trace import Call, Kind, Trace
+from .trace import CallKind, Trace, TracedCall
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Pending:
         self,
         result: Tensor,
         work: Any = None,
-        call: Call | None = None,
+        call: TracedCall | None = None,
         axis: Axis | None = None,
         finish: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ def _start(
         _fill_as_if_alike(result, inputs)
         call = partial(_Returned, inputs)
     kind = axis.kinds.get((operation, peer)) or _kind(operation, axis, peer)
-    made = Call(kind, nbytes, time.time())
+    made = TracedCall(kind, nbytes, time.time())
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
@@ -122,18 +122,18 @@ def _fill_as_if_alike(result: Tensor, inputs: Sequence[Tensor]) -> None:
         result.copy_(source.flatten().repeat(times)[: result.numel()].view_as(result))
 
 
-def _kind(operation: str, axis: Axis, peer: int | None) -> Kind:
+def _kind(operation: str, axis: Axis, peer: int | None) -> CallKind:
     """The names of such a call, made once: a layer makes ten calls, for which the host has 0.1 ms or less."""
     what = f"{operation} over axis {axis.name}"
     if peer is None:
         what, queue = f"{what} (ranks {_compact(axis.ranks)})", f"{axis.name} {_compact(axis.ranks)}"
     else:
         what = queue = f"{what} with rank {axis.ranks[peer]}"
-    kind = axis.kinds[operation, peer] = Kind(what, f"hexad.{axis.name}.{operation}", queue)
+    kind = axis.kinds[operation, peer] = CallKind(what, f"hexad.{axis.name}.{operation}", queue)
     return kind
 
 
-def _labelled(kind: Kind, suffix: str, action: Callable[..., T], *arguments: Any) -> T:
+def _labelled(kind: CallKind, suffix: str, action: Callable[..., T], *arguments: Any) -> T:
     """Do something under a name in a profile, while one is made: a label takes several microseconds."""
     # The flag of all threads: that of one is not set in autograd's.
     if not profiler._is_profiler_enabled:
@@ -372,10 +372,10 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
         CommError: a peer is lost.
     """
     kind = axis.kinds.get(("agreement", None)) or _kind("agreement", axis, None)
-    return _wait(Call(kind, 0, time.time()), axis.trace, action)
+    return _wait(TracedCall(kind, 0, time.time()), axis.trace, action)
 
 
-def _wait(call: Call, trace: Trace | None, action: Callable[[], T], work: Any = None) -> T:
+def _wait(call: TracedCall, trace: Trace | None, action: Callable[[], T], work: Any = None) -> T:
     """Wait for a call by ``action``, noted in the trace, if there is one, and labelled for the profiler."""
     try:
         if trace is None:

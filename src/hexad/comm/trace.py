@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """The names of an axis's calls of one operation: in messages, in profiles, and of their queue. Calls of
     one queue are completed in the order in which they were started."""
 
@@ -17,10 +17,10 @@ class Kind(NamedTuple):
     queue: str
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """A collective or message: its kind, its bytes, and when it was started, in seconds since the epoch."""
 
-    kind: Kind
+    kind: CallKind
     nbytes: int
     since: float
 
@@ -29,7 +29,7 @@ class Call(NamedTuple):
 class _Enqueued:
     """A call that a device had not completed when its wait returned; ``work`` is None as soon as it has."""
 
-    call: Call
+    call: TracedCall
     work: Any
 
     def completed(self) -> bool:
@@ -59,14 +59,14 @@ class Trace:
     """
 
     step: int = 0
-    waiting: Call | None = None
-    finished: Call | None = None
+    waiting: TracedCall | None = None
+    finished: TracedCall | None = None
     changes: int = 0
     waited: float = 0.0
     _enqueued: dict[str, _Enqueued] = field(default_factory=dict)
     _followed: dict[str, _Enqueued] = field(default_factory=dict)
 
-    def wait(self, call: Call, action: Callable[[], T], work: Any = None) -> T:
+    def wait(self, call: TracedCall, action: Callable[[], T], work: Any = None) -> T:
         """Wait for a call by ``action``, and return what it returns; one that fails stays the one that is
         waited for. ``work`` is torch's of a call that a device completes later; without, it is completed when
         ``action`` returns.
@@ -83,7 +83,7 @@ class Trace:
         self.changes += 1
         return result
 
-    def unfinished(self) -> list[Call]:
+    def unfinished(self) -> list[TracedCall]:
         """Calls that were waited for but that a device has not completed, at most one per queue, oldest
         first. For the watching thread."""
         calls = []
@@ -99,7 +99,7 @@ class Trace:
                 calls.append(followed.call)
         return sorted(calls, key=lambda call: call.since)
 
-    def _note(self, completed: Call) -> None:
+    def _note(self, completed: TracedCall) -> None:
         if self.finished is None or self.finished.since < completed.since:
             self.finished = completed
             self.changes += 1

@@ -63,13 +63,13 @@ def _schedule_file(path: str) -> str:
 ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
 
 
-class Settings(BaseModel):
+class SettingsGroup(BaseModel):
     """A strict, immutable group of settings: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class RopeScaling(Settings):
+class RopeScaling(SettingsGroup):
     """Scaling of rotary frequencies for sequences longer than those of the first training phase."""
 
     type: Literal["llama3", "yarn", "longrope", "linear", "dynamic"] = "llama3"
@@ -117,7 +117,7 @@ Family = Literal[
 ]  # fmt: skip
 
 
-class MlaSettings(Settings):
+class MlaSettings(SettingsGroup):
     """Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1): keys and values are products
     of one narrow latent vector per token, which is what generation keeps of a token."""
 
@@ -139,7 +139,7 @@ class MlaSettings(Settings):
         return self.nope_dim + self.rope_dim
 
 
-class LoraSettings(Settings):
+class LoraSettings(SettingsGroup):
     """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685)."""
 
     rank: Positive = 8
@@ -158,7 +158,7 @@ class LoraSettings(Settings):
 DispatcherName = Literal["alltoall", "all_gather", "nvshmem", "deepep"]
 
 
-class MoeSettings(Settings):
+class MoeSettings(SettingsGroup):
     """A mixture of experts in place of the feed-forward layer (Shazeer et al., arXiv 1701.06538)."""
 
     experts: Annotated[Integer, Field(ge=1, le=2**15)] = 8
@@ -241,7 +241,7 @@ class MoeSettings(Settings):
         return self.score == "sigmoid"
 
 
-class ModelSettings(Settings):
+class ModelSettings(SettingsGroup):
     """The transformer's architecture, and what of it is trained."""
 
     preset: Name | None = None

@@ -19,12 +19,12 @@ from .model import (
     PositiveFloat,
     ScheduleFile,
     Seed,
-    Settings,
+    SettingsGroup,
     Width,
 )
 
 
-class RunSettings(Settings):
+class RunSettings(SettingsGroup):
     """The run as a whole."""
 
     dir: Name = "runs/demo"
@@ -62,7 +62,7 @@ def prefixes(source: Source | None) -> list[str]:
     return [source] if isinstance(source, str) else [prefix for _, prefix in source or ()]
 
 
-class DataSettings(Settings):
+class DataSettings(SettingsGroup):
     """Where samples come from."""
 
     train: Source | None = None
@@ -132,7 +132,7 @@ class DataSettings(Settings):
         return (begin, end) if training else (end, end + self.split[1] / total)
 
 
-class BatchSettings(Settings):
+class BatchSettings(SettingsGroup):
     """How many sequences make a microbatch and a step."""
 
     model_config = ConfigDict(serialize_by_alias=True)
@@ -176,7 +176,7 @@ class BatchSettings(Settings):
         return samples + steps * self.global_
 
 
-class ParallelSettings(Settings):
+class ParallelSettings(SettingsGroup):
     """The layout: how the work is divided among ranks."""
 
     tensor: Degree = 1
@@ -265,7 +265,7 @@ LossScale = Annotated[PositiveFloat, Field(le=2.0**127)]
 """A power of two above is no float32."""
 
 
-class PrecisionSettings(Settings):
+class PrecisionSettings(SettingsGroup):
     """Number formats."""
 
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = "auto"
@@ -313,7 +313,7 @@ class PrecisionSettings(Settings):
 RecomputePart = Literal["moe_act", "norms", "mla_up"]
 
 
-class MemorySettings(Settings):
+class MemorySettings(SettingsGroup):
     """What is traded for memory."""
 
     recompute: Literal["none", "selective", "full"] = "none"
@@ -336,7 +336,7 @@ class MemorySettings(Settings):
         return value
 
 
-class OptimizerSettings(Settings):
+class OptimizerSettings(SettingsGroup):
     """The update rule."""
 
     name: Literal["adamw"] = "adamw"
@@ -355,7 +355,7 @@ class OptimizerSettings(Settings):
     """Largest global gradient norm; 0 turns clipping off."""
 
 
-class LrScheduleSettings(Settings):
+class LrScheduleSettings(SettingsGroup):
     """The learning rate over the run. The rate of step ``n`` (counted from 1) is the schedule at ``n``."""
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
@@ -371,7 +371,7 @@ class LrScheduleSettings(Settings):
     """The same for the embedding and the output head, with ``optimizer.decoupled_lr``; null: ``min_lr``."""
 
 
-class CheckpointSettings(Settings):
+class CheckpointSettings(SettingsGroup):
     """Saving and resuming."""
 
     every: Count = 100
@@ -398,7 +398,7 @@ class CheckpointSettings(Settings):
     and ``continue`` until the next one. The last one of a run must succeed."""
 
 
-class FaultSettings(Settings):
+class FaultSettings(SettingsGroup):
     """How failures are handled."""
 
     restarts: Count = 0
@@ -423,7 +423,7 @@ class FaultSettings(Settings):
     update beyond the step that failed last."""
 
 
-class ProfileSettings(Settings):
+class ProfileSettings(SettingsGroup):
     """Which steps are profiled."""
 
     start: Positive = 10
@@ -432,7 +432,7 @@ class ProfileSettings(Settings):
     """How many steps, one after another."""
 
 
-class LogSettings(Settings):
+class LogSettings(SettingsGroup):
     """What is recorded."""
 
     every: Positive = 1
@@ -451,7 +451,7 @@ class LogSettings(Settings):
     """The step whose pipeline actions are timed and written to ``run.dir/timeline.json``; 0 for none."""
 
 
-class ValidateSettings(Settings):
+class ValidateSettings(SettingsGroup):
     """Evaluation during training."""
 
     every: Count = 0
@@ -463,7 +463,7 @@ class ValidateSettings(Settings):
     (early stopping); 0: never."""
 
 
-class InferenceSettings(Settings):
+class InferenceSettings(SettingsGroup):
     """Generation: the key/value cache, and how sequences share a forward pass. Nothing here changes what is
     generated."""
 
@@ -499,7 +499,7 @@ class InferenceSettings(Settings):
     """Kernels for products on CPUs that oneDNN keeps, one for each shape; about 0.2 MB each in fp32."""
 
 
-class Config(Settings):
+class Config(SettingsGroup):
     """The whole configuration: one tree, one YAML file."""
 
     run: RunSettings = RunSettings()

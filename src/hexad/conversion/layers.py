@@ -37,7 +37,7 @@ class Converted(ShardedModule):
     """
 
     mesh: Mesh
-    inputs: Inputs
+    inputs: SharedInput
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module's. In a plain loop the gradients are summed of which each tensor rank has a part."""
@@ -170,7 +170,7 @@ def sum_gradient(parameter: nn.Parameter, shard: Shard) -> None:
     parameter.sums_gradient = True  # type: ignore[attr-defined]  # copies of it lack this, and the hook
 
 
-class Inputs:
+class SharedInput:
     """The input of linear layers that are called with one tensor, one after the other (queries, keys and
     values; gate and up): made ready once, so that its gradient is summed, and in sequence parallel its tokens
     are gathered, once.

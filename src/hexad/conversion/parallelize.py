@@ -17,7 +17,7 @@ from hexad.parallel.tensor import regions
 from hexad.topology.mesh import Mesh
 
 from . import layers
-from .recorder import LAYERS, Plan
+from .recorder import LAYERS, LayerStyles
 from .styles import Entry, entries
 from .trial import Attributes, Trial, set_attributes, tops
 
@@ -153,7 +153,7 @@ class _Work:
     chosen: list[Entry]
     mesh: Mesh
     shard: Shard
-    inputs: layers.Inputs
+    inputs: layers.SharedInput
     attributes: Attributes = field(default_factory=dict)
     trials: Sequence[tuple[str, Trial]] = ()
 
@@ -179,7 +179,7 @@ class _Work:
         sequence = in_sequence and mesh.tensor.size > 1
         first = next(module.parameters()).dtype
         shard = Shard({"tensor": mesh.tensor}, sequence, first, mesh.device)
-        work = cls(module, _with_ties(module, chosen), mesh, shard, layers.Inputs(shard))
+        work = cls(module, _with_ties(module, chosen), mesh, shard, layers.SharedInput(shard))
         for entry in work.chosen:
             work._check(entry)
         _check_sharing(module, work.chosen)
@@ -213,7 +213,7 @@ class _Work:
         computed = [entry for entry in chosen if entry.style != "all_reduce"]
 
         def divide(copy: nn.Module) -> None:
-            replace(self, module=copy, chosen=computed, inputs=layers.Inputs(self.shard)).carry_out()
+            replace(self, module=copy, chosen=computed, inputs=layers.SharedInput(self.shard)).carry_out()
 
         styles = {
             entry.name: entry.style
@@ -221,7 +221,7 @@ class _Work:
             if entry.style in LAYERS and not _owner(top, entry.name)
         }
         device = self.mesh.device
-        return Trial(top, Plan(styles, self.ranks, self.shard.sequence, divide), path, device)
+        return Trial(top, LayerStyles(styles, self.ranks, self.shard.sequence, divide), path, device)
 
     @property
     def ranks(self) -> int:

@@ -35,7 +35,7 @@ LAYERS = {
 ``all_reduce`` takes is not looked at."""
 
 
-class Call(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation of the undivided model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records what the undivided model computes, or compares the divided model with that.
 
     Args:
@@ -64,9 +64,9 @@ class Recorder(TorchDispatchMode):
         place: how many of them have been compared.
     """
 
-    def __init__(self, plan: Plan, reference: list[Call] | None = None) -> None:
+    def __init__(self, plan: LayerStyles, reference: list[RecordedOperation] | None = None) -> None:
         super().__init__()
-        self.calls: list[Call] = [] if reference is None else reference
+        self.calls: list[RecordedOperation] = [] if reference is None else reference
         self._compares, self._plan = reference is not None, plan
         self.place, self._paused = 0, False
         self._states: dict[Any, tuple[Parts, Gradient]] = {}
@@ -128,7 +128,9 @@ class Recorder(TorchDispatchMode):
         values = tree_map(lambda leaf: ... if isinstance(leaf, Tensor) else leaf, values)
         shapes = [_shape(tensor) for tensor in results]
         if not self._compares:
-            self.calls.append(Call(name, [_shape(t) for t in tensors], shapes, values, results[0].dtype))
+            self.calls.append(
+                RecordedOperation(name, [_shape(t) for t in tensors], shapes, values, results[0].dtype)
+            )
             return
         call = self._expect(name)
         if len(call.operands) != len(tensors) or len(call.results) != len(shapes):
@@ -157,7 +159,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = False
 
-    def _expect(self, name: str) -> Call:
+    def _expect(self, name: str) -> RecordedOperation:
         """The call of the undivided model in this place.
 
         Raises:
@@ -189,7 +191,9 @@ class Recorder(TorchDispatchMode):
             if self._compares:
                 return self._divided(name, inputs)
             result = compute()
-            self.calls.append(Call(name, [_shape(x) for x in inputs], [_shape(result)], {}, result.dtype))
+            self.calls.append(
+                RecordedOperation(name, [_shape(x) for x in inputs], [_shape(result)], {}, result.dtype)
+            )
             return result
 
     def _divided(self, name: str, inputs: Sequence[Tensor]) -> Tensor:
@@ -219,7 +223,7 @@ def _key(tensor: Tensor) -> Any:
 class Composites(TorchFunctionMode):
     """Leaves to a recorder, as one operation, what consists of different ones by the sizes of dims."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -239,11 +243,11 @@ _ATTENTION = "query key value attn_mask dropout_p is_causal scale enable_gqa".sp
 class _Tried:
     """A layer that the plan names, in a trial."""
 
-    recorder: Recorder
+    recorder: OperationRecorder
     path: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the layer computes, compared by :meth:`Recorder.layer`."""
+        """What the layer computes, compared by :meth:`OperationRecorder.layer`."""
         compute = partial(super().forward, *args, **kwargs)  # type: ignore[misc]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return self.recorder.layer(self.path, compute, inputs)
@@ -267,7 +271,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerStyles:
     """What a plan says of a module's layers.
 
     Attributes:

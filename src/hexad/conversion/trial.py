@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hexad.config import HexadError
 from hexad.parallel.sharding import declared_parameters
 
-from .recorder import LAYERS, Call, Composites, Plan, Recorder, tried
+from .recorder import LAYERS, Composites, LayerStyles, OperationRecorder, RecordedOperation, tried
 from .sizes import Gradient, Misfit
 
 log = logging.getLogger("hexad")
@@ -55,7 +55,7 @@ class Trial:
         path: as above.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, path: str, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, plan: LayerStyles, path: str, device: torch.device) -> None:
         self._module, self._plan, self.path, self._device = _on_meta(module), plan, path, device
 
     def attributes(self) -> Attributes | None:
@@ -86,7 +86,7 @@ class Trial:
 
         handle = module.register_forward_pre_hook(check, with_kwargs=True)
 
-    def _attributes(self, arguments: Arguments, calls: list[Call]) -> Attributes:
+    def _attributes(self, arguments: Arguments, calls: list[RecordedOperation]) -> Attributes:
         """The smallest set of numbers with which the divided module computes a rank's part.
 
         Raises:
@@ -94,7 +94,7 @@ class Trial:
         """
         errors: list[tuple[int, HexadError]] = []
         for attributes in itertools.islice(self._choices(), CHOICES):
-            recorder = Recorder(self._plan, calls)
+            recorder = OperationRecorder(self._plan, calls)
             try:
                 self._compare(recorder, arguments, attributes)
             except HexadError as error:
@@ -130,16 +130,16 @@ class Trial:
                     sizes.setdefault(path.rpartition(".")[0], set()).add(getattr(layer, name))
         return sizes
 
-    def _calls(self, arguments: Arguments) -> list[Call] | Exception:
+    def _calls(self, arguments: Arguments) -> list[RecordedOperation] | Exception:
         """What the undivided module computes; an error if it cannot be called so."""
-        recorder = Recorder(self._plan)
+        recorder = OperationRecorder(self._plan)
         try:
             self._run(_on_meta(self._module), recorder, arguments)
         except Exception as error:  # whatever a module raises
             return error
         return recorder.calls
 
-    def _compare(self, recorder: Recorder, arguments: Arguments, attributes: Attributes) -> None:
+    def _compare(self, recorder: OperationRecorder, arguments: Arguments, attributes: Attributes) -> None:
         """Compare the divided module with the calls that a recorder has.
 
         Raises:
@@ -174,7 +174,7 @@ class Trial:
         name = ".".join(filter(None, (self.path, path)))
         return f"{name} ({kind})" if name else kind
 
-    def _run(self, module: nn.Module, recorder: Recorder, arguments: Arguments) -> Any:
+    def _run(self, module: nn.Module, recorder: OperationRecorder, arguments: Arguments) -> Any:
         """Call a copy with fake tensors."""
         for path in self._plan.styles:
             layer = module.get_submodule(path)

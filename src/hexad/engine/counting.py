@@ -50,7 +50,7 @@ class Counts(NamedTuple):
         return Counts(targets, pairs, fewest, most, longest, problem, agreement)
 
 
-class _Started(NamedTuple):
+class _StartedCount(NamedTuple):
     """Microbatches, what this rank holds of them, and what all ranks have, which is being counted."""
 
     microbatches: Sequence[Microbatch]
@@ -70,7 +70,7 @@ class Counting:
         self.vocab = int(config.model.vocab)
         self._slicing = Slicing.of(config.parallel, config.model)
         self._background = mesh.background("counts")
-        self._announced: _Started | None = None
+        self._announced: _StartedCount | None = None
 
     def announce(self, microbatches: Sequence[Microbatch]) -> None:
         """Start counting what the next step's microbatches have, while this one runs; all ranks together.
@@ -103,7 +103,7 @@ class Counting:
         _, parts, counts = self._start(microbatches)
         return parts, self._result(counts, equal)
 
-    def _begun(self, microbatches: Sequence[Microbatch]) -> _Started:
+    def _begun(self, microbatches: Sequence[Microbatch]) -> _StartedCount:
         """The counts of these microbatches, started here unless they were announced."""
         announced, self._announced = self._announced, None
         if announced is None or announced.microbatches is microbatches:
@@ -111,7 +111,7 @@ class Counting:
         wait_for(self.mesh.world, announced.counts.result)  # of others: the next would use its messages
         return self._start(microbatches)
 
-    def _start(self, microbatches: Sequence[Microbatch]) -> _Started:
+    def _start(self, microbatches: Sequence[Microbatch]) -> _StartedCount:
         """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
         the hosts: the device is not waited for."""
         number = len(microbatches) if isinstance(microbatches, Sized) else 0
@@ -128,7 +128,7 @@ class Counting:
             pairs = sum(m.pairs() for m in parts) if self.mesh.context.rank == 0 else 0
         longest = max((part.tokens.numel() for part in parts), default=0)
         counts = Counts(targets, pairs, number, number, longest, problem, self._agreement(parts))
-        return _Started(microbatches, parts, merging(counts, self._background, Counts.plus))
+        return _StartedCount(microbatches, parts, merging(counts, self._background, Counts.plus))
 
     def _result(self, counting: Future[Counts], equal: bool) -> Counts:
         """What :meth:`_start` has counted, the same on all ranks.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, HexadError
-from hexad.optim.schedule import LossScaler, Rates, learning_rates
+from hexad.optim.schedule import LearningRates, LossScaler, learning_rates
 from hexad.parallel.pipeline.executor import Executor, MessageBuffers
 from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.planning import PipelinePlan, Resolved, resolve, training_schedule
@@ -224,11 +224,11 @@ class Engine(State):
         if set_apart != (decoupled_lr is not None) or not 0 <= (decoupled_lr or 0) < math.inf:
             expected = "a number that is not negative" if set_apart else "None without optimizer.decoupled_lr"
             raise HexadError(f"update: found decoupled_lr {decoupled_lr}, expected {expected}")
-        rates = None if lr is None else Rates(lr, lr if decoupled_lr is None else decoupled_lr)
+        rates = None if lr is None else LearningRates(lr, lr if decoupled_lr is None else decoupled_lr)
         return self._update(rates, veto, divisor)[0]
 
     def _update(
-        self, rates: Rates | None, veto: Pending | None, divisor: float, further: Tensor | None = None
+        self, rates: LearningRates | None, veto: Pending | None, divisor: float, further: Tensor | None = None
     ) -> tuple[float, bool, list[float]]:
         """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
         self._reduced = False
@@ -323,7 +323,7 @@ class Engine(State):
         """
         self.workload.announce(microbatches)
 
-    def _rates(self, sequences: int) -> Rates:
+    def _rates(self, sequences: int) -> LearningRates:
         """The learning rates of the next step, which has so many sequences."""
         config = self.config
         ramps = config.batch.ramp is not None

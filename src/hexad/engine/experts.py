@@ -46,7 +46,7 @@ class LayerLoad:
         }
 
 
-class Loads:
+class ExpertLoads:
     """Counts of a model's expert layers.
 
     Attributes:

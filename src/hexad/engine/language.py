@@ -28,7 +28,7 @@ from hexad.planning import Resolved
 from hexad.topology.mesh import Mesh
 
 from .counting import Counting
-from .experts import Loads
+from .experts import ExpertLoads
 from .losses import Loss, OwnLoss
 from .workload import Work, Workload
 
@@ -123,7 +123,7 @@ class LanguageModel(Workload):
         self.shard = training_shard(config, mesh)
         self.counting = Counting(config, mesh)
         self.losses = ModelInventory(config.model).losses
-        self.loads = Loads(config.model, mesh.device) if config.model.expert_layers else None
+        self.loads = ExpertLoads(config.model, mesh.device) if config.model.expert_layers else None
 
     # Stages
 
@@ -261,7 +261,7 @@ class LanguageModel(Workload):
         if self.loads is not None:
             self.loads.adopt(self._counts(sums, self.loads), stages.values())
 
-    def _counts(self, sums: Tensor, loads: Loads) -> Tensor:
+    def _counts(self, sums: Tensor, loads: ExpertLoads) -> Tensor:
         """What layers counted, in the sums of :meth:`start_summing`."""
         return loads.shaped(sums[1 + len(self.losses) :])
 

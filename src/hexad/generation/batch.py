@@ -32,7 +32,7 @@ class TokenSpan(NamedTuple):
     routing: bool = False
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """The tokens of one forward pass, the same on all ranks of a replica.
 
     Attributes:

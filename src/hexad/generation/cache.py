@@ -19,9 +19,9 @@ from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.positions import LatentHeads
 from hexad.topology.mesh import Axis
 
-from .batch import Batch
+from .batch import TokenBatch
 from .latent_memory import LatentMemory
-from .paged_attention import Arrangement, Memory, Queries
+from .paged_attention import Arrangement, KeyValueMemory, Queries
 
 
 @dataclass(eq=False)
@@ -36,8 +36,8 @@ class BatchCache:
         device: of the tensors.
     """
 
-    memory: Mapping[int, Memory | LatentMemory]
-    batch: Batch
+    memory: Mapping[int, KeyValueMemory | LatentMemory]
+    batch: TokenBatch
     context: Axis
     device: torch.device
 
@@ -87,7 +87,7 @@ class BatchCache:
             k, v = all_gather(torch.cat((k, v), dim=1), self.context).chunk(2, dim=1)
         k, v = k[: self.total], v[: self.total]
         memory = self.memory[layer]
-        assert isinstance(memory, Memory)
+        assert isinstance(memory, KeyValueMemory)
         return memory.attend(q, k, v, self._arrangement, kernel).flatten(1)
 
     def attend_latent(

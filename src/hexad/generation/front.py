@@ -16,9 +16,9 @@ from typing import Any
 from hexad.comm import CommError, from_first
 from hexad.topology.mesh import Mesh
 
-from .messages import Add, Cancel, Stop, Stopped, Updates
+from .messages import Add, Cancel, RequestUpdates, Stop, Stopped
 from .replica import Replica
-from .requests import Request, Update
+from .requests import Request, RequestUpdate
 
 _AHEAD = 2
 """A replica is given so many times the sequences that it can run at once."""
@@ -113,7 +113,7 @@ def serve_link(replica: Replica, link: Link) -> None:
             replica.receive(message)
         updates = replica.advance()
         if updates:
-            link.put(Updates(tuple(updates)))
+            link.put(RequestUpdates(tuple(updates)))
 
 
 class Front:
@@ -159,7 +159,7 @@ class Front:
         with suppress(BlockingIOError):  # it will wake up anyway
             os.write(self._writing, b".")
 
-    def turn(self, timeout: float | None = None) -> list[Update]:
+    def turn(self, timeout: float | None = None) -> list[RequestUpdate]:
         """Compute a step of this rank's replica, if it has something to do, and return what all replicas have
         brought; else wait for them, or for requests, so many seconds at most.
 
@@ -175,18 +175,18 @@ class Front:
             _drain(self._reading)
         for link in self._links:
             for message in link.received():
-                if isinstance(message, Updates):
+                if isinstance(message, RequestUpdates):
                     updates += message.updates
         for update in updates:
             if update.ended is not None:
                 self._forget(update.number)
         return updates
 
-    def completed(self, requests: Iterable[Request]) -> Iterator[tuple[int, list[Update]]]:
+    def completed(self, requests: Iterable[Request]) -> Iterator[tuple[int, list[RequestUpdate]]]:
         """Compute requests, and yield the number of each among them, from 0, with its updates, as they end;
         no more are taken from the iterable than replicas are busy with."""
         numbered = enumerate(requests)
-        pending: dict[int, tuple[int, list[Update]]] = {}
+        pending: dict[int, tuple[int, list[RequestUpdate]]] = {}
         most = _AHEAD * self._replica.scheduler.most * len(self._loads)
         while True:
             for place, request in islice(numbered, most - len(pending)):

@@ -19,7 +19,7 @@ from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch, resolved_alike
 from hexad.model.transformer import DTYPES
-from hexad.parallel.resharding import Transfer
+from hexad.parallel.resharding import Resharding
 from hexad.planning import Resolved
 from hexad.planning.checks import planned_layout
 from hexad.planning.saved_model import SavedModel, find_model, generating_model, model_in_training
@@ -40,7 +40,7 @@ from .texts import (
     sampling_of,
     sampling_of_prompt,
 )
-from .weights import Weights
+from .weights import StageWeights
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Generator:
         self.warn: Callable[[str], object] = log.warning
         self._warned = self._closed = False
         self._failure: str | None = None
-        self._transfers: WeakKeyDictionary[Engine, Transfer] = WeakKeyDictionary()
+        self._transfers: WeakKeyDictionary[Engine, Resharding] = WeakKeyDictionary()
         self._stack = ExitStack()
         try:
             if isinstance(source, Engine):
@@ -113,12 +113,12 @@ class Generator:
         self.tokenizer = agreed(saved.tokenizer, mesh.world)
         if engine is None:
             self._model = load_model(config, saved.weights, mesh, layers)
-            self._weights = Weights(self._model)
+            self._weights = StageWeights(self._model)
             self._weights.pack()
         else:
             dtype = DTYPES[config.precision.dtype]
             self._model = converted(build_model(config, mesh, layers, dtype), dtype)
-            self._weights = Weights(self._model)
+            self._weights = StageWeights(self._model)
             self._take(engine)
         self.constraints = Constraints(self.tokenizer, self._model.vocab)
         # Its cache takes of the memory that is left.
@@ -156,7 +156,7 @@ class Generator:
         needed = [(rectangle, values) for rectangle, values, _ in self._weights.pieces()]
         if engine not in self._transfers:
             have, need = ([rectangle for rectangle, _ in side] for side in (published, needed))
-            self._transfers[engine] = Transfer(have, need, self._mesh.world)
+            self._transfers[engine] = Resharding(have, need, self._mesh.world)
         self._transfers[engine].run(published, needed, DTYPES[engine.config.precision.dtype])
         self._weights.pack()
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
-from hexad.model.exact_attention import Run, attend_run, on_grid
+from hexad.model.exact_attention import TokenRange, attend_run, on_grid
 from hexad.model.positions import LatentHeads
 from hexad.parallel.attention_choice import AttentionMethod, choose_attention
 from hexad.parallel.pointwise import widened
@@ -108,7 +108,7 @@ class LatentMemory:
         begin = max(queries.origin, queries.position + 1 - limit)
         kept = on_grid(*heads.expanded(self._gathered(slots_of(queries, begin))))
         rows = heads.padded(q.narrow(0, queries.rows[0], queries.tokens)).contiguous()
-        run = Run(queries.position, begin, kernel.window)
+        run = TokenRange(queries.position, begin, kernel.window)
         return heads.joined(attend_run(rows, kept, run, kernel.scale))
 
     def _absorbed(

@@ -23,11 +23,11 @@ from hexad.topology.mesh import Mesh
 
 from .blocks import BlockPool
 from .latent_memory import ExactLatentMemory, LatentMemory
-from .paged_attention import DeviceMemory, ExactMemory, HostMemory, Memory
+from .paged_attention import ExactMemory, GpuMemory, HostMemory, KeyValueMemory
 from .replica import Replica
 from .sampler import Constraint
 from .scheduler import Scheduler
-from .weights import Weights
+from .weights import StageWeights
 from .worker import Worker
 
 
@@ -62,7 +62,7 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
     model = build_model(config, mesh, layers, stored)
-    load_model_weights(source, config, Weights(model).chunks(), mesh.world)
+    load_model_weights(source, config, StageWeights(model).chunks(), mesh.world)
     return converted(model, dtype)
 
 
@@ -117,7 +117,7 @@ def make_replica(
 
 def make_memory(
     model: Transformer, config: Config, mesh: Mesh, positions: int
-) -> tuple[dict[int, Memory | LatentMemory], int, int]:
+) -> tuple[dict[int, KeyValueMemory | LatentMemory], int, int]:
     """The cache of this rank's stage, the number of its blocks, the same on all ranks, and the tokens of
     each; ``positions``: tokens that the model was made for.
 
@@ -141,7 +141,7 @@ def make_memory(
             raise ConfigError("inference.memory_part", f"{problem}raise it, or use more ranks")
     where = model.dtype, device
 
-    def memory(attention: AttentionCore) -> Memory | LatentMemory:
+    def memory(attention: AttentionCore) -> KeyValueMemory | LatentMemory:
         latent, varlen = isinstance(attention, LatentAttention), attention.kernel.varlen is not None
         facts = AttentionFacts(device.type != "cuda", model.dtype.itemsize, attention.width, varlen)
         cache: Literal["keys", "latents"] = "latents" if latent else "keys"
@@ -152,7 +152,7 @@ def make_memory(
         place = blocks * block, (attention.kv_heads, attention.width), *where
         if method is AttentionMethod.EXACT:
             return ExactMemory(*place)
-        return HostMemory(*place) if method is AttentionMethod.CPU_FLASH else DeviceMemory(*place, block)
+        return HostMemory(*place) if method is AttentionMethod.CPU_FLASH else GpuMemory(*place, block)
 
     return {attention.layer: memory(attention) for attention in attentions}, blocks, block
 

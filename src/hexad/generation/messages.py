@@ -3,7 +3,7 @@ No torch."""
 
 from dataclasses import dataclass
 
-from .requests import Request, Update
+from .requests import Request, RequestUpdate
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Updates:
+class RequestUpdates:
     """The results of a replica since its last message."""
 
-    updates: tuple[Update, ...]
+    updates: tuple[RequestUpdate, ...]
 
 
 @dataclass(frozen=True)

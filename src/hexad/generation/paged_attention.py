@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hexad.comm import streams
 from hexad.model.attention_kernels import AttentionKernel
-from hexad.model.exact_attention import Keys, Run, Visible, Wide, attend, attend_run, on_grid
+from hexad.model.exact_attention import RoundedKeys, TokenRange, Visible, Wide, attend, attend_run, on_grid
 from hexad.parallel.attention_choice import AttentionMethod, choose_attention
 from hexad.parallel.context.attention import merge_
 
@@ -172,7 +172,7 @@ def _before(queries: Queries, window: int | None) -> list[SlotRun]:
     return queries.keys(queries.origin if window is None else max(queries.origin, queries.end - window), end)
 
 
-class Memory(ABC):
+class KeyValueMemory(ABC):
     """The keys and values of one layer.
 
     Attributes:
@@ -233,7 +233,7 @@ class Memory(ABC):
         return out[0].transpose(0, 1)
 
 
-class HostMemory(Memory):
+class HostMemory(KeyValueMemory):
     """Keys and values of a layer on a CPU."""
 
     def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -287,7 +287,7 @@ class HostMemory(Memory):
         return _together(parts)[0].transpose(0, 1).to(q.dtype)
 
 
-class DeviceMemory(Memory):
+class GpuMemory(KeyValueMemory):
     """Keys and values of a layer on a GPU.
 
     Attributes:
@@ -328,12 +328,12 @@ class DeviceMemory(Memory):
         return [varlen(rows, keys, values, query_bounds, bounds, *arrangement.longest, **options)]
 
 
-class ExactMemory(Memory):
+class ExactMemory(KeyValueMemory):
     """The memory of exact arithmetic, on any device: keys and values are kept as
     :func:`hexad.model.exact_attention.on_grid` rounds them.
 
     Attributes:
-        tops: ``[slots, key/value heads]``, see :class:`~hexad.model.exact_attention.Keys`.
+        tops: ``[slots, key/value heads]``, see :class:`~hexad.model.exact_attention.RoundedKeys`.
     """
 
     def __init__(self, slots: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
@@ -359,7 +359,7 @@ class ExactMemory(Memory):
                 parts += [self._together(q, some, kernel) for some in alike(sequences, elements)]
                 continue
             for queries in sequences:
-                run = Run(queries.position, queries.origin, kernel.window)
+                run = TokenRange(queries.position, queries.origin, kernel.window)
                 rows = q.narrow(0, queries.rows[0], queries.tokens)
                 parts.append(
                     attend_run(
@@ -368,11 +368,11 @@ class ExactMemory(Memory):
                 )
         return parts
 
-    def _kept(self, slots: NDArray[np.int64], device: torch.device) -> Keys:
+    def _kept(self, slots: NDArray[np.int64], device: torch.device) -> RoundedKeys:
         """The keys and values at some slots, in their shape."""
         where = streams.of(device).moved(torch.from_numpy(slots.ravel()), device)
         kept = self.keys, self.values, self.tops
-        return Keys(*(tensor.index_select(0, where).unflatten(0, slots.shape) for tensor in kept))
+        return RoundedKeys(*(tensor.index_select(0, where).unflatten(0, slots.shape) for tensor in kept))
 
     def _together(self, q: Tensor, sequences: Sequence[Queries], kernel: AttentionKernel) -> Tensor:
         """The attention of neighbouring sequences' single queries ``[sequences, heads, width]``."""

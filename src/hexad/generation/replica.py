@@ -12,9 +12,9 @@ from hexad.config import NOT_FINITE
 from hexad.dataset.text.token_text import TokenText
 from hexad.topology.mesh import Mesh
 
-from .batch import Batch, TokenSpan
+from .batch import TokenBatch, TokenSpan
 from .messages import Add, Cancel, Stop
-from .requests import Request, RoutedExperts, Update
+from .requests import Request, RequestUpdate, RoutedExperts
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .text_stream import TextStream
@@ -48,8 +48,8 @@ class Replica:
         self._sequences: dict[int, Sequence] = {}
         self._begun: list[Sequence] = []
         self._ended: list[int] = []
-        self._under_way: deque[tuple[Batch, list[Update] | None]] = deque()
-        self._complete: list[Update] = []  # without a batch
+        self._under_way: deque[tuple[TokenBatch, list[RequestUpdate] | None]] = deque()
+        self._complete: list[RequestUpdate] = []  # without a batch
 
     @property
     def idle(self) -> bool:
@@ -69,7 +69,7 @@ class Replica:
         sampling = request.sampling
         if not sampling.tokens and len(request.prompt) == 1:
             routing = self._without_tokens() if sampling.routing else None
-            self._complete.append(Update(number, prompt_logprobs=(), ended="length", routing=routing))
+            self._complete.append(RequestUpdate(number, prompt_logprobs=(), ended="length", routing=routing))
             return
         sequence = Sequence(number, request)
         decoder = self._text.decoder(request.prompt)
@@ -89,7 +89,7 @@ class Replica:
         if number in self._sequences:
             self._close(number)
 
-    def advance(self) -> list[Update]:
+    def advance(self) -> list[RequestUpdate]:
         """Begin the next batch, and return the results of the oldest one under way, unless it need not be
         waited for."""
         if self._complete:
@@ -126,14 +126,14 @@ class Replica:
         self._outbox.put(Stop(), self._others)
         self._outbox.flush()
 
-    def _begin(self, planned: Batch) -> None:
+    def _begin(self, planned: TokenBatch) -> None:
         """Send a batch, with the sequences that are new or have ended, to the other ranks, and compute it."""
         batch = planned._replace(begun=tuple(self._begun), ended=tuple(self._ended))
         self._begun, self._ended = [], []
         self._outbox.put(batch, self._others)
         self._under_way.append((batch, self.worker.compute(batch)))
 
-    def _end(self) -> list[Update]:
+    def _end(self) -> list[RequestUpdate]:
         """Wait for the oldest batch."""
         batch, local_updates = self._under_way.popleft()
         updates = self._results(batch, local_updates)
@@ -141,10 +141,12 @@ class Replica:
         complete = (self._complete_update(span, updates.get(span.number)) for span in batch.spans)
         return [update for update in complete if update is not None]
 
-    def _results(self, batch: Batch, local_updates: list[Update] | None) -> dict[int, Update]:
+    def _results(
+        self, batch: TokenBatch, local_updates: list[RequestUpdate] | None
+    ) -> dict[int, RequestUpdate]:
         """The updates of a batch, from the last stage or this rank; experts of all stages are kept."""
         routed = [span for span in batch.spans if span.routing]
-        stages: list[dict[int, Update]] = []
+        stages: list[dict[int, RequestUpdate]] = []
         for rank in self._stages if routed else self._stages[-1:]:
             local = rank == self._rank and local_updates is not None
             updates = local_updates if local else take(self._world, rank)
@@ -155,7 +157,7 @@ class Replica:
                 sequence.routing.append((span.begin, tuple(filter(None, experts))))
         return stages[-1]
 
-    def _complete_update(self, span: TokenSpan, update: Update | None) -> Update | None:
+    def _complete_update(self, span: TokenSpan, update: RequestUpdate | None) -> RequestUpdate | None:
         """The update of a span with text, end and what is complete; None if there is nothing to report."""
         sequence = self._sequences.get(span.number)
         if sequence is None or update is None:
@@ -167,7 +169,7 @@ class Replica:
         if update.prompt_logprobs is not None:
             if any(isnan(logprob.value) for logprob in update.prompt_logprobs):
                 self._close(span.number)
-                return Update(span.number, NOT_FINITE, ended="failed")
+                return RequestUpdate(span.number, NOT_FINITE, ended="failed")
             sequence.prompt_logprobs.update(enumerate(update.prompt_logprobs, span.begin))
         update.prompt_logprobs = sequence.complete_prompt_logprobs()
         if update.tokens:

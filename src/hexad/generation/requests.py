@@ -92,7 +92,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Update:
+class RequestUpdate:
     """The results of a request since its last update.
 
     The rank that chooses tokens makes it, of one batch: ``prompt_logprobs`` and ``routing`` are those of the

@@ -13,7 +13,7 @@ from torch import Tensor
 from hexad.config import NOT_FINITE
 from hexad.parallel import exact
 
-from .requests import Logprob, Update, drawn, streams
+from .requests import Logprob, RequestUpdate, drawn, streams
 from .sequence import Sequence
 
 
@@ -50,7 +50,7 @@ class Sampler:
         if request.sampling.grammar is not None:
             sequence.constraint = self._constrain(request.sampling.grammar)
 
-    def choose(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[Update]:
+    def choose(self, logits: Tensor, sequences: abc.Sequence[Sequence]) -> list[RequestUpdate]:
         """Choose the next token of each sequence, which from now on is part of it. An update says that the
         sequence has failed where logits are not finite, or where a grammar is too complex.
 
@@ -114,17 +114,17 @@ class Sampler:
                 row.masked_fill_(~allowed[: len(row)], -torch.inf)
 
 
-def _chosen(sequence: Sequence, token: int, logprobs: tuple[Logprob, ...]) -> Update:
+def _chosen(sequence: Sequence, token: int, logprobs: tuple[Logprob, ...]) -> RequestUpdate:
     """The update of a sequence that a token was chosen for; a negative one: its logits are not finite."""
     if token < 0:
         sequence.problem = sequence.problem or NOT_FINITE
     if sequence.problem:
-        return Update(sequence.number, sequence.problem, ended="failed")
+        return RequestUpdate(sequence.number, sequence.problem, ended="failed")
     sequence.chosen += 1
     sequence.counts[token] += 1
     if sequence.constraint is not None:
         sequence.constraint.accept(token)
-    return Update(sequence.number, tokens=(token,), logprobs=logprobs)
+    return RequestUpdate(sequence.number, tokens=(token,), logprobs=logprobs)
 
 
 def _sampled(logits: Tensor, sequences: abc.Sequence[Sequence]) -> Tensor:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .batch import Batch, TokenSpan
+from .batch import TokenBatch, TokenSpan
 from .blocks import BlockPool
 from .sequence import Sequence
 
@@ -61,17 +61,17 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not self.waiting and not self.running
 
-    def plan(self) -> Batch | None:
+    def plan(self) -> TokenBatch | None:
         """The next batch; None where nothing can be computed, or not before a batch under way is done."""
         self._admit()
         for lane in sorted(set(range(self.lanes)) - self._busy, key=self._oldest_of):
             spans = tuple(self._spans(lane))
             if spans:
                 self._busy.add(lane)
-                return Batch(spans, lane)
+                return TokenBatch(spans, lane)
         return None
 
-    def done(self, batch: Batch) -> None:
+    def done(self, batch: TokenBatch) -> None:
         """Note that a batch's tokens are computed; chosen ones are added by :meth:`extend` afterwards."""
         self._busy.discard(batch.lane)
         for span in batch.spans:

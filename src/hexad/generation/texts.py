@@ -10,7 +10,7 @@ from hexad.config import ConfigError, HexadError, counted, did_you_mean
 
 from .grammars import of_schema, schema_text
 from .prompts import Prompt, PromptEncoder
-from .requests import Ending, Logprob, Request, RoutedExperts, Update, streams
+from .requests import Ending, Logprob, Request, RequestUpdate, RoutedExperts, streams
 from .sampling import CHOICE_SETTINGS, UNRESTRICTED, Sampling, restricted_with_temperature
 
 
@@ -158,7 +158,9 @@ def prompt_list(prompts: Any) -> list[Prompt]:
     return [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in listed]
 
 
-def continuation(number: int, request: Request, prompt: Any, updates: Sequence[Update]) -> Continuation:
+def continuation(
+    number: int, request: Request, prompt: Any, updates: Sequence[RequestUpdate]
+) -> Continuation:
     """The text of a request, from its updates.
 
     Raises:

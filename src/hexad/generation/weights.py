@@ -20,7 +20,7 @@ from hexad.parallel.tensor.packed import packable, packed
 from hexad.topology.mesh import Axis
 
 
-class Weights:
+class StageWeights:
     """The weights of a stage. Only its forward passes can use them after :meth:`pack`.
 
     Args:

@@ -16,11 +16,11 @@ from hexad.model.transformer import Transformer
 from hexad.parallel.context.exchange import selected_rows
 from hexad.topology.mesh import Axis
 
-from .batch import Batch, TokenSpan
+from .batch import TokenBatch, TokenSpan
 from .cache import BatchCache
 from .latent_memory import LatentMemory
-from .paged_attention import Memory
-from .requests import Logprob, RoutedExperts, Update
+from .paged_attention import KeyValueMemory
+from .requests import Logprob, RequestUpdate, RoutedExperts
 from .sampler import Constraint, Sampler, log_probabilities
 from .sequence import Sequence
 
@@ -41,7 +41,7 @@ class Worker:
     def __init__(
         self,
         model: Transformer,
-        memory: Mapping[int, Memory | LatentMemory],
+        memory: Mapping[int, KeyValueMemory | LatentMemory],
         pipeline: Axis,
         constrain: Callable[[str], Constraint] | None = None,
     ) -> None:
@@ -53,7 +53,7 @@ class Worker:
         self._sending: deque[Pending] = deque(maxlen=pipeline.size)  # what is sent is kept
 
     @torch.inference_mode()
-    def compute(self, batch: Batch) -> list[Update] | None:
+    def compute(self, batch: TokenBatch) -> list[RequestUpdate] | None:
         """Compute a batch; all ranks of a replica do this together, with the same batches in the same order.
 
         Returns:
@@ -71,14 +71,14 @@ class Worker:
         routed = any(span.routing for span in batch.spans)
         replay = Replay(model.model.expert_layers) if routed else None
         hidden = model(cache.tokens, inputs=self._received(cache.share), cache=cache, replay=replay)
-        updates: dict[int, Update] = {}
+        updates: dict[int, RequestUpdate] = {}
         if model.inventory.last:
             updates = self._updates(hidden, cache)
         else:
             self._send(hidden)
         if replay is not None:
             for number, experts in self._routing(replay, cache).items():
-                updates.setdefault(number, Update(number)).routing = experts
+                updates.setdefault(number, RequestUpdate(number)).routing = experts
         return [*updates.values()] if self.sampler is not None or (routed and self.first) else None
 
     def forget(self) -> None:
@@ -123,12 +123,12 @@ class Worker:
         are under way than there are stages, so that those before have arrived."""
         self._sending.append(send_async(hidden.contiguous(), self.pipeline, self.pipeline.rank + 1))
 
-    def _updates(self, hidden: Tensor, cache: BatchCache) -> dict[int, Update]:
+    def _updates(self, hidden: Tensor, cache: BatchCache) -> dict[int, RequestUpdate]:
         """The chosen tokens and the log-probabilities of prompts, by the number of the sequence, where the
         sampler is; all tensor and context ranks of the last stage call this together."""
         ends = [*accumulate(len(span.tokens) for span in cache.batch.spans)]
         last = [(span, end - 1) for span, end in zip(cache.batch.spans, ends) if span.last]
-        updates: dict[int, Update] = {}
+        updates: dict[int, RequestUpdate] = {}
         if last:
             logits = self._logits(hidden, [row for _, row in last], cache)
             if self.sampler is not None:
@@ -137,7 +137,7 @@ class Worker:
         for span, end in zip(cache.batch.spans, ends):
             if span.targets:
                 logprobs = self._prompt_logprobs(hidden, span, end - len(span.tokens), cache)
-                updates.setdefault(span.number, Update(span.number)).prompt_logprobs = logprobs
+                updates.setdefault(span.number, RequestUpdate(span.number)).prompt_logprobs = logprobs
         return updates
 
     def _prompt_logprobs(

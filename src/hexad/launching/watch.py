@@ -17,7 +17,7 @@ from typing import TextIO
 
 import torch
 
-from hexad.comm.trace import Call, Trace
+from hexad.comm.trace import Trace, TracedCall
 
 from .files import withdraw_error, write_error, write_in_one_step
 
@@ -110,7 +110,7 @@ class Watch:
         self._file = file
         self._rank = rank
         self._run_dir = run_dir
-        self._unfinished: list[Call] = []
+        self._unfinished: list[TracedCall] = []
         self._interval = min(1.0, timeout / 20)
         self._limit = timeout - min(10.0, timeout / 5)
         self._over = threading.Event()
@@ -174,7 +174,7 @@ class Watch:
         return f"step {trace.step}, {'; '.join(parts)}"
 
 
-def _words(call: Call) -> str:
+def _words(call: TracedCall) -> str:
     since = time.strftime("%H:%M:%S", time.localtime(call.since))
     return f"{call.kind.what}, {call.nbytes} bytes, started at {since}"
 

@@ -26,7 +26,7 @@ _WEIGHT_UNIT = 2.0**-31
 """The unit of the exponentials of scores, of which the highest is 1: no query sees ``2^22`` keys."""
 
 
-class Keys(NamedTuple):
+class RoundedKeys(NamedTuple):
     """Keys and values as attention uses them, rounded relative to the largest element of each token and head;
     in their format, which has all digits that remain.
 
@@ -40,12 +40,12 @@ class Keys(NamedTuple):
     values: Tensor
     tops: Tensor
 
-    def part(self, *index: slice | None) -> Keys:
+    def part(self, *index: slice | None) -> RoundedKeys:
         """Some of them."""
-        return Keys(*(tensor[index] for tensor in self))
+        return RoundedKeys(*(tensor[index] for tensor in self))
 
 
-def on_grid(k: Tensor, v: Tensor) -> Keys:
+def on_grid(k: Tensor, v: Tensor) -> RoundedKeys:
     """Round keys and values ``[tokens, key/value heads, width]``."""
 
     def rounded_keys(part: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def on_grid(k: Tensor, v: Tensor) -> Keys:
     # A value of zeros has any.
     tops = torch.where(tops == 0, 2.0**-100, tops)
     keys, values = exact.by_rows(rounded_keys, k), exact.by_rows(relative_values, v, tops)
-    return Keys(keys, values, tops.squeeze(-1).float())
+    return RoundedKeys(keys, values, tops.squeeze(-1).float())
 
 
 def _score_digits(k: Tensor) -> int:
@@ -116,7 +116,7 @@ class Wide(NamedTuple):
     tops: Tensor
 
     @classmethod
-    def of(cls, kept: Keys) -> Wide:
+    def of(cls, kept: RoundedKeys) -> Wide:
         """Convert the keys and values of some sequences, ``[sequences, keys, key/value heads, ...]``."""
         keys, values = (
             x.permute(0, 2, 1, 3).to(torch.float64, memory_format=torch.contiguous_format).flatten(0, 1)
@@ -168,7 +168,7 @@ def attend(q: Tensor, kept: Wide, visible: Visible, scale: float) -> Tensor:
     return out.view(*several, width).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-class Run(NamedTuple):
+class TokenRange(NamedTuple):
     """Consecutive tokens of a sequence whose attention is computed.
 
     Attributes:
@@ -182,7 +182,7 @@ class Run(NamedTuple):
     window: int | None = None
 
 
-def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
+def attend_run(q: Tensor, kept: RoundedKeys, run: TokenRange, scale: float) -> Tensor:
     """``q [tokens, heads, width]`` of a run, and ``kept [keys, ...]`` from :func:`on_grid`, up to those of
     the last token at least -> ``[tokens, heads, width]``."""
     kv_heads = kept.keys.shape[1]
@@ -201,7 +201,7 @@ def attend_run(q: Tensor, kept: Keys, run: Run, scale: float) -> Tensor:
 
 
 def _tiles(
-    tokens: int, heads: int, groups: int, run: Run, sizes: Blocks
+    tokens: int, heads: int, groups: int, run: TokenRange, sizes: Blocks
 ) -> Iterator[tuple[int, int, int, int]]:
     """Queries, first and end, and key/value heads with ``heads`` heads each, such that there are about
     :attr:`Blocks.scores`: of many queries, which share the work of a key, before several heads."""
@@ -241,11 +241,11 @@ def attention(
             numbers = torch.cat([numbers_of(slice_, rank) for rank in range(axis.size)])
             order = numbers.argsort().to(q.device)
         gathered = (all_gather(tensor.contiguous(), axis) for tensor in kept)
-        kept = Keys(*(tensor if order is None else tensor[order] for tensor in gathered))
+        kept = RoundedKeys(*(tensor if order is None else tensor[order] for tensor in gathered))
     outputs = []
     for segment in segments(slice_, axis.rank):
         start, rows = slice_.bounds[segment.document], segment.end - segment.begin
-        run = Run(segment.begin - start, 0, window)
+        run = TokenRange(segment.begin - start, 0, window)
         queries = q[segment.row : segment.row + rows]
         outputs.append(attend_run(queries, kept.part(slice(start, segment.end)), run, scale))
     return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).flatten(1)

@@ -159,7 +159,7 @@ def _rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 Rotation = Callable[..., Tensor]
 
 
-class _Rotate(torch.autograd.Function):
+class _ExactRotate(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool, rotated: Rotation, usual: Rotation
@@ -176,11 +176,11 @@ class _Rotate(torch.autograd.Function):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
     """As :func:`hexad.model.ops.rotate`."""
-    result: Tensor = applied(_Rotate, x, cos, sin, compiled, _rotated, ops.rotate)
+    result: Tensor = applied(_ExactRotate, x, cos, sin, compiled, _rotated, ops.rotate)
     return result
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
     """Rotation of neighbouring elements, in exact arithmetic."""
-    result: Tensor = applied(_Rotate, x, cos, sin, compiled, _rotated_pairs, ops.rotate_pairs)
+    result: Tensor = applied(_ExactRotate, x, cos, sin, compiled, _rotated_pairs, ops.rotate_pairs)
     return result

@@ -18,7 +18,7 @@ from .experts_inventory import ExpertsSpec, GateSpec
 from .feedforward import FeedForward
 from .positions import Geometry
 from .recompute import recomputable
-from .router import Router, Routing, Rows, logits
+from .router import Router, Routing, TokenRows, logits
 
 
 class Experts(ShardedModule):
@@ -155,7 +155,7 @@ class MixtureOfExperts(nn.Module):
         shared = self.shared(x, where)
         return y + (shared if self.shared_gate is None else self.shared_gate(x) * shared)
 
-    def _part(self, x: Tensor, where: Geometry, divides: bool) -> tuple[Tensor, Rows]:
+    def _part(self, x: Tensor, where: Geometry, divides: bool) -> tuple[Tensor, TokenRows]:
         """This rank's rows of ``x``, and which tokens they are."""
         axis, spans = self.shard.tensor, where.spans
         numbers = spans.numbers
@@ -164,7 +164,7 @@ class MixtureOfExperts(nn.Module):
         share = -(-len(numbers) // axis.size)
         most = share if spans.most is None else -(-spans.most // axis.size)
         first = axis.rank * share
-        rows = Rows(numbers[first : first + share], first, most)
+        rows = TokenRows(numbers[first : first + share], first, most)
         if not divides:
             return x, rows
         x = F.pad(x, (0, 0, 0, share * axis.size - len(x)))

@@ -124,7 +124,7 @@ class _Selective(saved_tensors_hooks):
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, _RecomputedTensor] = {}
         super().__init__(self._pack, _unpack)
 
     def register(
@@ -135,7 +135,7 @@ class _Selective(saved_tensors_hooks):
         memory = storage._cdata
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         if all(memory_of(tensor) != memory for tensor in tensors):
-            self._sources[memory] = _Source(function, arguments, weakref.ref(storage))
+            self._sources[memory] = _RecomputedTensor(function, arguments, weakref.ref(storage))
 
     def close(self) -> None:
         """Forget what was registered: from now on it lives as long as the graph that needs it."""
@@ -156,7 +156,7 @@ class _Selective(saved_tensors_hooks):
 _SCOPE: ContextVar[_Selective | None] = ContextVar("hexad.recompute", default=None)
 
 
-class _Source:
+class _RecomputedTensor:
     """Recomputes a tensor, and holds it until all that was cut from it has been asked for.
 
     Attributes:
@@ -176,13 +176,15 @@ class _Source:
         """Count one tensor that is cut from it. The first use keeps the arguments, as ``pack`` says: those
         that are recomputed themselves are not held."""
         if self._uses == 0:
-            self._arguments = [_Packed(pack(a)) if isinstance(a, Tensor) else a for a in self._arguments]
+            self._arguments = [
+                _PackedArgument(pack(a)) if isinstance(a, Tensor) else a for a in self._arguments
+            ]
         self._uses += 1
 
     def get(self) -> Tensor:
         """The tensor, of the memory layout that it had in the forward pass."""
         if self._result is None:
-            arguments = [a.get() if isinstance(a, _Packed) else a for a in self._arguments]
+            arguments = [a.get() if isinstance(a, _PackedArgument) else a for a in self._arguments]
             with torch.no_grad():
                 result = self._function(*arguments)
             self._result = result if isinstance(result, Tensor) else result[0]
@@ -193,7 +195,7 @@ class _Source:
         return tensor
 
 
-class _Packed:
+class _PackedArgument:
     """A kept argument."""
 
     def __init__(self, packed: Any) -> None:

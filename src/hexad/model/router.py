@@ -41,7 +41,7 @@ class Routing(NamedTuple):
     counts: Tensor | None = None
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """Which tokens the rows of a rank are.
 
     Attributes:
@@ -139,7 +139,7 @@ class Router(ShardedModule):
         self.settings, self.layer = inventory.settings, layer
         self.experts = inventory.settings.experts
 
-    def forward(self, x: Tensor, where: Geometry, rows: Rows) -> Routing:
+    def forward(self, x: Tensor, where: Geometry, rows: TokenRows) -> Routing:
         """The experts of ``x [rows, hidden]``."""
         settings, exactly = self.settings, self.shard.exact
         raw = logits(x, self.weight, self.shard.wide, self.shard.arithmetic.unrounded)
@@ -171,7 +171,7 @@ class Router(ShardedModule):
         counts = self._counts(share.detach(), likeliest[tokens], dropped)
         return routing._replace(losses=losses, counts=counts)
 
-    def _imposed(self, where: Geometry, rows: Rows, count: int) -> Chosen | None:
+    def _imposed(self, where: Geometry, rows: TokenRows, count: int) -> Chosen | None:
         """The experts that are imposed on ``count`` rows."""
         if where.replay is None:
             return None
@@ -180,7 +180,7 @@ class Router(ShardedModule):
     def _softmax(self, logits: Tensor) -> Tensor:
         return exact_ops.softmax(logits) if self.shard.exact else logits.softmax(-1)
 
-    def _chosen(self, scores: Tensor, rows: Rows) -> Tensor:
+    def _chosen(self, scores: Tensor, rows: TokenRows) -> Tensor:
         """int64 ``[rows, top_k]``: the experts with the largest scores."""
         settings = self.settings
         if settings.forced:
@@ -205,7 +205,9 @@ class Router(ShardedModule):
             weights = weights / (total + _SMALL)
         return weights if settings.scale == 1 else weights * settings.scale
 
-    def _within_capacity(self, experts: Tensor, where: Geometry, rows: Rows) -> tuple[Tensor, Tensor | None]:
+    def _within_capacity(
+        self, experts: Tensor, where: Geometry, rows: TokenRows
+    ) -> tuple[Tensor, Tensor | None]:
         """Experts, those of pairs beyond an expert's capacity replaced by :attr:`experts`; and how many
         pairs of this rank these are. The first tokens of the microbatch, on whatever rank, have
         precedence. In generation, and with what that has chosen, nothing is dropped."""
@@ -233,7 +235,7 @@ class Router(ShardedModule):
         return padded, dropped
 
     def _losses(
-        self, logits: Tensor, share: Tensor, experts: Tensor, where: Geometry, rows: Rows
+        self, logits: Tensor, share: Tensor, experts: Tensor, where: Geometry, rows: TokenRows
     ) -> dict[str, Tensor]:
         """This rank's parts of the losses, by name, of its tokens; ``share [tokens, experts]`` adds up to 1
         for every token."""
@@ -244,7 +246,7 @@ class Router(ShardedModule):
             losses["z"] = settings.z_loss * logits.logsumexp(-1).square().sum() / tokens
         return losses
 
-    def _balance(self, share: Tensor, experts: Tensor, where: Geometry, rows: Rows) -> Tensor:
+    def _balance(self, share: Tensor, experts: Tensor, where: Geometry, rows: TokenRows) -> Tensor:
         """Experts times the sum of load times mean share, over what ``balance`` says."""
         settings, spans = self.settings, where.spans
         if settings.balance == "step":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hexad.config.model import DispatcherName, MoeSettings
-from hexad.parallel.expert.kinds import Bound
+from hexad.parallel.expert.kinds import BufferBound
 from hexad.parallel.inventory import (
     Collective,
     Execution,
@@ -108,7 +108,7 @@ class RoutingSpec:
         """Rows of a rank's experts: as many as ``run.load`` says, up to all that could choose them."""
         ranks, local = run.expert * run.expert_tensor, self.settings.experts // run.expert
         load = min(run.load, float(ranks * local))  # more than there can be
-        bound = Bound(load, self.tokens(run), self.settings.top_k, ranks, run.expert_tensor, local)
+        bound = BufferBound(load, self.tokens(run), self.settings.top_k, ranks, run.expert_tensor, local)
         static = ranks > 1 and not run.cpu  # buffers have a static size
         slots = static and self.dispatcher(ranks, run.expert_tensor, run.exact) == "alltoall"
         return ranks * bound.slots if slots else bound.rows

@@ -17,7 +17,7 @@ from hexad.parallel.inventory import Grid
 from hexad.parallel.pointwise import maybe_compiled
 from hexad.topology.mesh import Axis
 
-from .schedule import MOMENTS, Rates
+from .schedule import MOMENTS, LearningRates
 
 Publish = Callable[[Bucket], None]
 """Called with each bucket after its update, in the order of the forward pass."""
@@ -39,7 +39,11 @@ class Rule(ABC):
 
     @abstractmethod
     def update(
-        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float | Tensor, publish: Publish
+        self,
+        gradients: Iterator[Tensor],
+        rates: LearningRates | None,
+        factor: float | Tensor,
+        publish: Publish,
     ) -> None:
         """Update all buckets and publish each.
 
@@ -139,7 +143,7 @@ class BucketOptimizer:
     @torch.no_grad()
     def step(
         self,
-        rates: Rates | None,
+        rates: LearningRates | None,
         scale: float,
         publish: Publish,
         veto: Pending | None = None,
@@ -256,7 +260,11 @@ class AdamW(Rule):
         self._updates = 0  # made so far
 
     def update(
-        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float | Tensor, publish: Publish
+        self,
+        gradients: Iterator[Tensor],
+        rates: LearningRates | None,
+        factor: float | Tensor,
+        publish: Publish,
     ) -> None:
         """Bucket by bucket, so that a bucket can be gathered while the next is updated."""
         assert rates is not None, "AdamW has no learning rate of its own"
@@ -269,7 +277,7 @@ class AdamW(Rule):
         self._updates += 1
 
     def _update_compiled(
-        self, gradients: Iterator[Tensor], rates: Rates, factor: Tensor, publish: Publish
+        self, gradients: Iterator[Tensor], rates: LearningRates, factor: Tensor, publish: Publish
     ) -> None:
         update = maybe_compiled(_adamw_, True)
         constants: dict[tuple[float, float], Tensor] = {}
@@ -297,7 +305,7 @@ class AdamW(Rule):
         return torch.cat([factor.view(1), moved]).to(self.buckets[0].master.dtype)
 
     def _update_fused(
-        self, gradients: Iterator[Tensor], rates: Rates, factor: float, publish: Publish
+        self, gradients: Iterator[Tensor], rates: LearningRates, factor: float, publish: Publish
     ) -> None:
         divisor = self._divisor(factor)
         updates = torch.full((), float(self._updates + 1), dtype=torch.float32, device=self._device)

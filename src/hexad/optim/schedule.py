@@ -19,7 +19,7 @@ def cut_short(schedule: LrScheduleSettings, total_steps: float) -> bool:
     return schedule.kind in ("linear", "cosine") and decay_steps(schedule, total_steps) > round(total_steps)
 
 
-class Rates(NamedTuple):
+class LearningRates(NamedTuple):
     """Learning rates of a step: of most weights, and of the embedding and the output head."""
 
     lr: float
@@ -28,15 +28,15 @@ class Rates(NamedTuple):
 
 def learning_rates(
     optimizer: OptimizerSettings, schedule: LrScheduleSettings, total_steps: float, step: float
-) -> Rates:
+) -> LearningRates:
     """Learning rates of step ``step``, counted from 1; with ``batch.ramp`` numbers of steps are samples over
     ``batch.global``."""
     lr = learning_rate(schedule, optimizer.lr, total_steps, step)
     peak, low = optimizer.decoupled_lr, schedule.decoupled_min_lr
     if peak is None:
-        return Rates(lr, lr)
+        return LearningRates(lr, lr)
     own = schedule if low is None else schedule.model_copy(update={"min_lr": low})
-    return Rates(lr, learning_rate(own, peak, total_steps, step))
+    return LearningRates(lr, learning_rate(own, peak, total_steps, step))
 
 
 def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: float, step: float) -> float:

@@ -12,7 +12,7 @@ from hexad.config import HexadError
 from hexad.parallel.data.buckets import Bucket
 
 from .optimizer import Publish, Rule
-from .schedule import Rates
+from .schedule import LearningRates
 
 ELEMENTWISE = tuple("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split())
 """Optimizers of ``torch.optim`` that treat every element by itself: a shard of a flat bucket is as good as a
@@ -59,7 +59,11 @@ class TorchOptimizer(Rule):
 
     @torch.no_grad()
     def update(
-        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float | Tensor, publish: Publish
+        self,
+        gradients: Iterator[Tensor],
+        rates: LearningRates | None,
+        factor: float | Tensor,
+        publish: Publish,
     ) -> None:
         """Elementwise optimizers bucket by bucket, so that one is gathered while the next is updated; others
         all at once: they may have numbers of their own, which a step advances."""

@@ -96,7 +96,7 @@ class Arithmetic:
         return F.linear(x, weight, bias)
 
 
-class _Packed(Arithmetic):
+class _PackedArithmetic(Arithmetic):
     """Forward products with weights in oneDNN's layout; see :mod:`.tensor.packed`."""
 
     batched = False
@@ -202,7 +202,7 @@ def _written(y: Tensor, out: Tensor | None) -> Tensor:
 
 USUAL = Arithmetic()
 """Products in the operands' format."""
-_PACKED, _EXACT = _Packed(), _Exact()
+_PACKED, _EXACT = _PackedArithmetic(), _Exact()
 
 
 def arithmetic_of(

@@ -116,7 +116,7 @@ def widening_products(device: torch.device) -> bool:
     return device.type == "meta" or total[0, 0].item() == 17.0
 
 
-class Rows(NamedTuple):
+class EmbeddingRows(NamedTuple):
     """``values[i]`` for row ``rows[i]`` of the parameter: the gradient of an embedding.
 
     Attributes:
@@ -139,12 +139,12 @@ class Rows(NamedTuple):
         else:
             total.index_add_(0, self.rows, values)
 
-    def scaled(self, factor: float) -> Rows:
+    def scaled(self, factor: float) -> EmbeddingRows:
         """As :meth:`Dense.scaled`."""
         return self._replace(values=self.values * factor)
 
 
-Contribution = Dense | WeightGradient | Rows
+Contribution = Dense | WeightGradient | EmbeddingRows
 
 
 def accumulator_of(parameter: Tensor) -> Gradients | None:

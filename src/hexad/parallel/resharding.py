@@ -23,7 +23,7 @@ _MESSAGE = 1 << 24
 """Elements that a rank receives at a time, about; one that many ask sends as many more."""
 
 
-class _Piece(NamedTuple):
+class _TransferredPart(NamedTuple):
     """Values that one rank needs and another has.
 
     Attributes:
@@ -62,7 +62,7 @@ def _view(held: Held, part: Rectangle) -> Tensor:
     return values[tuple(index)]
 
 
-class Transfer:
+class Resharding:
     """The way of values from one layout to another, found once. All ranks of an axis construct it together.
 
     Args:
@@ -88,7 +88,7 @@ class Transfer:
         ends = [*accumulate(piece.part.numel for piece in away)]
         numbers = [(end - 1) // _MESSAGE for end in ends]  # of the messages that they come in
         count = merged(numbers[-1] + 1 if numbers else 0, axis, max)
-        wanted: list[list[tuple[int, _Piece]]] = [[] for _ in range(axis.size)]
+        wanted: list[list[tuple[int, _TransferredPart]]] = [[] for _ in range(axis.size)]
         for number, piece in zip(numbers, away):
             wanted[piece.source].append((number, piece))
         asked = _exchanged(wanted, axis)
@@ -127,7 +127,7 @@ class Transfer:
                 _view(needed[piece.place], piece.part).copy_(values.view(piece.part.sizes))
 
 
-def _short(piece: _Piece) -> Iterator[_Piece]:
+def _short(piece: _TransferredPart) -> Iterator[_TransferredPart]:
     """A piece in runs of rows with about :data:`_MESSAGE` elements at most."""
     part = piece.part
     rows = max(1, _MESSAGE * part.sizes[0] // part.numel)
@@ -153,7 +153,7 @@ def _appended(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
     return both
 
 
-def _counts(pieces: Sequence[tuple[int, _Piece]], size: int) -> list[int]:
+def _counts(pieces: Sequence[tuple[int, _TransferredPart]], size: int) -> list[int]:
     """Elements of pieces with each rank."""
     counts = [0] * size
     for rank, piece in pieces:
@@ -163,7 +163,7 @@ def _counts(pieces: Sequence[tuple[int, _Piece]], size: int) -> list[int]:
 
 def _found(
     holders: dict[tuple[Rectangle, ...], tuple[int, ...]], needed: Sequence[Rectangle], rank: int
-) -> tuple[list[_Piece], str | None]:
+) -> tuple[list[_TransferredPart], str | None]:
     """Where this rank gets what it needs: from itself as far as possible, else from the nearest of the ranks
     that hold the same; and what is wrong, if something is."""
     known: dict[str, list[tuple[int, int, Rectangle]]] = {}
@@ -172,7 +172,7 @@ def _found(
         source = min(ranks, key=lambda other: (abs(other - rank), other))
         for index, rectangle in enumerate(rectangles):
             known.setdefault(rectangle.name, []).append((source, index, rectangle))
-    pieces: list[_Piece] = []
+    pieces: list[_TransferredPart] = []
     for place, wanted in enumerate(needed):
         left = [wanted] if wanted.numel else []
         for source, index, rectangle in known.get(wanted.name, ()):
@@ -184,7 +184,7 @@ def _found(
                 if part is None:
                     rest.append(missing)
                 else:
-                    pieces.append(_Piece(source, index, place, part))
+                    pieces.append(_TransferredPart(source, index, place, part))
                     rest += minus(missing, part)
             left = rest
         if left:

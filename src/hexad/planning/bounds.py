@@ -21,8 +21,8 @@ from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.published import V_SHAPED
 from hexad.topology.layout import Layout
 
-from .choices import Choices, Grid, Pipeline, Variant
-from .device_memory import Room
+from .choices import Choices, LayerLayout, PipelineLayout, Variant
+from .device_memory import DeviceRoom
 from .implementation import Implementation
 from .job import Job, stages_of
 from .links import Cluster
@@ -125,13 +125,13 @@ class Times:
         moments = self._stage.blocks[-1].backward(self.predictor.job.run, self._parts, False)
         return max(0, *(moment.needed for moment in moments))
 
-    def ways(self, choice: Pipeline) -> list[Ways]:
+    def ways(self, choice: PipelineLayout) -> list[Ways]:
         """Seconds of a microbatch's actions: F and BW; F, B and W, too, where a schedule has both."""
         return [self.whole, self.split] if choice.schedule in SPLIT else [self.whole]
 
 
 @dataclass
-class Kernels:
+class ModelTimes:
     """What the whole model takes for a microbatch on one pipeline rank.
 
     Attributes:
@@ -146,13 +146,13 @@ class Kernels:
     elements: dict[Any, int]
     predictor: Predictor
 
-    def least(self, choice: Pipeline, layout: Layout) -> Needs:
+    def least(self, choice: PipelineLayout, layout: Layout) -> Needs:
         """Bytes on the first pipeline rank at the least: of parameters, gradients, optimizer and activations,
         and of what a layer needs for a moment."""
         layers = self.predictor.job.model.settings.layers
         return self._needs(choice, layout, (layers // choice.pipeline) / layers)
 
-    def average(self, choice: Pipeline, layout: Layout, microbatches: int) -> Needs:
+    def average(self, choice: PipelineLayout, layout: Layout, microbatches: int) -> Needs:
         """The same of ranks that have equal parts of the model. Where weight gradients are deferred, of some
         microbatches only their operands are kept; and the last rank keeps those of as many microbatches as
         the first one keeps activations, less one, if there are enough of them."""
@@ -172,7 +172,7 @@ class Kernels:
         (stage,) = self.predictor.job.stages.values()
         return stage.operands(self.predictor.job.run).total()
 
-    def _needs(self, choice: Pipeline, layout: Layout, part: float) -> Needs:
+    def _needs(self, choice: PipelineLayout, layout: Layout, part: float) -> Needs:
         run, zero, layers = self.predictor.job.run, choice.zero, self.predictor.job.model.settings.layers
         state, layer = 0.0, 0.0
         for grid, elements in self.elements.items():
@@ -185,7 +185,7 @@ class Kernels:
         moment += int(layer * (run.gradient * (zero >= 2) + 2 * run.byte * (zero == 3)))
         return Needs(0, state + moment, {kind: part * times.kept for kind, times in self.times.items()})
 
-    def update(self, choice: Pipeline, layout: Layout) -> float:
+    def update(self, choice: PipelineLayout, layout: Layout) -> float:
         """Seconds of the update at the least, where it is the host's; those on the device are not counted."""
         if not choice.offload:
             return 0.0
@@ -195,7 +195,7 @@ class Kernels:
         elements = sum(elements / shards[grid] for grid, elements in self.elements.items())
         return self.predictor.rates.kernels.update_on_host(elements / choice.pipeline)
 
-    def sent(self, choice: Pipeline, layout: Layout) -> Sent:
+    def sent(self, choice: PipelineLayout, layout: Layout) -> Sent:
         """Seconds of what is sent over the data axis for a microbatch."""
         job = replace(self.predictor.job, layout=layout, zero=choice.zero, replicas=choice.replicas)
         predictor = replace(self.predictor, job=job)
@@ -232,7 +232,7 @@ def _slowest(layers: int, pipeline: int, layer: float, again: float, besides: fl
     )
 
 
-def in_flight(choice: Pipeline, microbatches: int, rank: int) -> float:
+def in_flight(choice: PipelineLayout, microbatches: int, rank: int) -> float:
     """Microbatches of all its layers that a rank holds at the least."""
     pipeline, most = choice.pipeline, float(choice.pipeline - rank)
     if choice.schedule == "zb_h2":
@@ -242,7 +242,7 @@ def in_flight(choice: Pipeline, microbatches: int, rank: int) -> float:
     return min(float(microbatches), most)
 
 
-def idle(choice: Pipeline, seconds: tuple[float, ...]) -> float:
+def idle(choice: PipelineLayout, seconds: tuple[float, ...]) -> float:
     """The bubble of a schedule at the least, in parts of that of ``1f1b``."""
     if choice.schedule in ("1f1b", "gpipe"):
         return 1.0
@@ -270,7 +270,7 @@ class Needs(NamedTuple):
         """Those of a rank that has a share of the layers."""
         return Needs(self.rank, share * self.rest, {kind: share * size for kind, size in self.kept.items()})
 
-    def part(self, recompute: str, choice: Pipeline, microbatches: int, room: float) -> float:
+    def part(self, recompute: str, choice: PipelineLayout, microbatches: int, room: float) -> float:
         """The part of its layers that must recompute at the least; infinite if all are too few."""
         held = in_flight(choice, microbatches, self.rank)
         all_, none = (self.rest + held * self.kept[kind] for kind in (recompute, next(iter(self.kept))))
@@ -279,7 +279,7 @@ class Needs(NamedTuple):
         return max(0.0, none - room) / (none - all_) if all_ < none else 0.0
 
 
-class Bound(NamedTuple):
+class RecomputeBound(NamedTuple):
     """What a kind of recompute takes at the least.
 
     Attributes:
@@ -305,28 +305,28 @@ class Bounds:
 
     choices: Choices
     cluster: Cluster
-    room: Room
+    room: DeviceRoom
     system: Implementation | None = None
     memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
-    _grids: dict[Grid, Kernels] = field(default_factory=dict, repr=False)
-    _needed: dict[tuple[Grid, Pipeline], list[Needs]] = field(default_factory=dict, repr=False)
-    _data: dict[tuple[Grid, int, int, int], Sent] = field(default_factory=dict, repr=False)
+    _grids: dict[LayerLayout, ModelTimes] = field(default_factory=dict, repr=False)
+    _needed: dict[tuple[LayerLayout, PipelineLayout], list[Needs]] = field(default_factory=dict, repr=False)
+    _data: dict[tuple[LayerLayout, int, int, int], Sent] = field(default_factory=dict, repr=False)
 
-    def grid(self, grid: Grid) -> float:
+    def grid(self, grid: LayerLayout) -> float:
         """Seconds of a step if a pipeline were perfect and nothing were sent over the data axis."""
         times = self._kernels(grid).plain
         base = self.choices.base.batch.global_
         microbatches = base * grid.tensor * grid.context / (grid.micro * self.choices.world)
         return sum(map(max, times.whole)) * microbatches
 
-    def _kernels(self, grid: Grid) -> Kernels:
+    def _kernels(self, grid: LayerLayout) -> ModelTimes:
         if grid not in self._grids:
             self._grids[grid] = self._measured(grid)
         return self._grids[grid]
 
-    def _measured(self, grid: Grid) -> Kernels:
+    def _measured(self, grid: LayerLayout) -> ModelTimes:
         """What the whole model takes for a microbatch on one pipeline rank, by recompute."""
-        config = self.choices.config(grid, Pipeline(1, 1, "1f1b", 0))
+        config = self.choices.config(grid, PipelineLayout(1, 1, "1f1b", 0))
         layout = Layout.from_settings(config.parallel, self.choices.world)
         run = execution(_with_chunks(config, layout), layout)
         model = ModelInventory(config.model, config.parallel.sequence_parallel, grid.tensor)
@@ -339,9 +339,11 @@ class Bounds:
             predictor = Predictor(job, self.cluster, self.system, self.memo)
             times[recompute] = Times(predictor)
         plain = times["none"]
-        return Kernels({kind: times[kind] for kind in self.choices.recomputes}, plain, elements[0], predictor)
+        return ModelTimes(
+            {kind: times[kind] for kind in self.choices.recomputes}, plain, elements[0], predictor
+        )
 
-    def of(self, grid: Grid, choice: Pipeline, tight: bool = False) -> dict[str, Bound]:
+    def of(self, grid: LayerLayout, choice: PipelineLayout, tight: bool = False) -> dict[str, RecomputeBound]:
         """What a step takes at the least, by recompute: of stages as equal as whole layers allow, with the
         schedule's bubble, in which as few layers recompute as may fit. Without those that do not fit.
 
@@ -363,10 +365,10 @@ class Bounds:
             if not choices.some_layers:
                 part = 1.0 if choices.base.memory.recompute_layers == "all" else 0.0
             seconds = update + self._seconds(choice, kernels.plain, times, part, sent, layout)
-            bounds[recompute] = Bound(seconds, part)
+            bounds[recompute] = RecomputeBound(seconds, part)
         return bounds
 
-    def _needs(self, grid: Grid, choice: Pipeline) -> list[Needs]:
+    def _needs(self, grid: LayerLayout, choice: PipelineLayout) -> list[Needs]:
         """What ranks need if the schedule is ``1f1b`` and as little as possible recomputes: the first one,
         and the second one, which may have more layers; none if that is refused."""
         plain = choice._replace(schedule="1f1b", virtual=1)
@@ -385,7 +387,7 @@ class Bounds:
             return [*needs, average]
         return [needs[0].scaled(self._share(grid, choice, plain)), average]
 
-    def _share(self, grid: Grid, choice: Pipeline, plain: Pipeline) -> float:
+    def _share(self, grid: LayerLayout, choice: PipelineLayout, plain: PipelineLayout) -> float:
         """The first rank's layers, in those of a pipeline with one stage per rank; at most 1."""
         numbers = []
         for one in (choice, plain):
@@ -396,7 +398,7 @@ class Bounds:
                 numbers.append(sum(len(layers[stage]) for stage in own))
         return min(1.0, numbers[0] / numbers[1]) if len(numbers) == 2 and numbers[1] else 0.0
 
-    def _predicted(self, grid: Grid, plain: Pipeline) -> Iterator[Needs]:
+    def _predicted(self, grid: LayerLayout, plain: PipelineLayout) -> Iterator[Needs]:
         choices, kernels = self.choices, self._kernels(grid)
         few = min(choices.microbatches(grid, plain.pipeline), plain.pipeline + 1)
         resolved = choices.resolved(grid, plain, few)
@@ -414,7 +416,7 @@ class Bounds:
             yield Needs(number, _SLACK * nbytes, {kind: _SLACK * size for kind, size in kept.items()})
 
     def _seconds(
-        self, choice: Pipeline, plain: Times, times: Times, part: float, sent: Sent, layout: Layout
+        self, choice: PipelineLayout, plain: Times, times: Times, part: float, sent: Sent, layout: Layout
     ) -> float:
         """Seconds of a step in which a part of the layers recomputes."""
 
@@ -443,7 +445,7 @@ class Bounds:
         chain = (stages - 1 + microbatches) / stages * min(sum(way[:2]) for way in ways)
         return max(microbatches * slowest + bubble, chain)
 
-    def _sent(self, grid: Grid, choice: Pipeline, layout: Layout) -> Sent:
+    def _sent(self, grid: LayerLayout, choice: PipelineLayout, layout: Layout) -> Sent:
         """Seconds of what is sent over the data axis for a microbatch of the whole model, each in the better
         of rank orders."""
         key = grid, choice.pipeline, choice.zero, choice.replicas

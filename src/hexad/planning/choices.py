@@ -1,7 +1,7 @@
 """Layouts that there are for a model on a cluster, and their configurations. No torch.
 
-They are chosen in three steps: what a layer's kernels depend on (:class:`Grid`), what the schedule and the
-state depend on (:class:`Pipeline`), and the rest (:class:`Variant`).
+They are chosen in three steps: what a layer's kernels depend on (:class:`LayerLayout`), what the schedule
+and the state depend on (:class:`PipelineLayout`), and the rest (:class:`Variant`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECOMPUTES = ("none", "selective", "full")
 """Kinds of recompute, in the order of what they compute again."""
 
 
-class Grid(NamedTuple):
+class LayerLayout(NamedTuple):
     """What a layer's kernels depend on."""
 
     tensor: int
@@ -41,7 +41,7 @@ class Grid(NamedTuple):
     micro: int
 
 
-class Pipeline(NamedTuple):
+class PipelineLayout(NamedTuple):
     """What a schedule depends on, besides the microbatches; how state is sharded, and whether the optimizer's
     is in the host's memory."""
 
@@ -98,7 +98,7 @@ class Choices:
         self.rejected[f"divisibility: {error.field}"] += 1
         self.refused = self.refused or error
 
-    def grids(self) -> Iterator[Grid]:
+    def grids(self) -> Iterator[LayerLayout]:
         """The grids that fit the model and the cluster, with some pipeline."""
         model, sequence = self.base.model, self.base.data.sequence
         tensors = self._values("tensor", _powers(min(self.domain, _WIDEST, model.heads)))
@@ -109,7 +109,7 @@ class Choices:
         for tensor, context, expert, micro in product(tensors, contexts, experts, micros):
             for method in methods if context > 1 else methods[:1]:
                 for expert_tensor in self._expert_tensors(tensor):
-                    grid = Grid(tensor, context, method, expert, expert_tensor, micro)
+                    grid = LayerLayout(tensor, context, method, expert, expert_tensor, micro)
                     if self._possible(grid):
                         yield grid
 
@@ -117,14 +117,14 @@ class Choices:
         values = [1] if self.base.model.moe is None or tensor == 1 else [1, tensor]
         return self._values("expert_tensor", values)
 
-    def _possible(self, grid: Grid) -> bool:
+    def _possible(self, grid: LayerLayout) -> bool:
         """Whether the degrees fit the model and the cluster, with some pipeline."""
         dense, experts = grid.tensor * grid.context, grid.expert * grid.expert_tensor
         if self.world % dense or self.world % experts:
             self.rejected["degrees that do not divide the GPUs"] += 1
             return False
         try:
-            config = self.config(grid, Pipeline(1, 1, "1f1b", 0))
+            config = self.config(grid, PipelineLayout(1, 1, "1f1b", 0))
             check_config(config, Layout.from_settings(config.parallel, self.world))
         except ConfigError as error:
             if error.field != "batch.global":  # which depends on the pipeline
@@ -132,7 +132,7 @@ class Choices:
                 return False
         return True
 
-    def pipelines(self, grid: Grid) -> Iterator[Pipeline]:
+    def pipelines(self, grid: LayerLayout) -> Iterator[PipelineLayout]:
         """The pipelines of a grid that fit the model, the batch and the cluster."""
         layers, whole = self.base.model.layers, self.base.batch.global_
         for pipeline in self._values("pipeline", _divisors(self.world, layers)):
@@ -150,9 +150,9 @@ class Choices:
             levels = self._values("zero", [0, 1, 2, 3] if self.world > 1 else [0])
             shardings = [one for zero in levels for one in self._shardings(grid, pipeline, zero)]
             for (name, virtual), sharding in product(self._schedules(pipeline, layers), shardings):
-                yield Pipeline(pipeline, virtual, name, *sharding)
+                yield PipelineLayout(pipeline, virtual, name, *sharding)
 
-    def _shardings(self, grid: Grid, pipeline: int, zero: int) -> Iterator[tuple[int, bool, int]]:
+    def _shardings(self, grid: LayerLayout, pipeline: int, zero: int) -> Iterator[tuple[int, bool, int]]:
         """(ZeRO level, whether the optimizer's state is in the host's memory, replicas). Without sharding,
         every host would make the same updates; a CPU has all state there in any case. Replicas are as large
         as a domain."""
@@ -201,7 +201,7 @@ class Choices:
         """Whether some layers of a stage may recompute, and others not."""
         return not self.fixed & {"memory.recompute", "memory.recompute_layers"}
 
-    def layout(self, grid: Grid, pipeline: int) -> Layout:
+    def layout(self, grid: LayerLayout, pipeline: int) -> Layout:
         """The layout of the degrees, in the default order."""
         key = (*grid[:2], *grid[3:5], pipeline)
         if key not in self._layouts:
@@ -215,12 +215,12 @@ class Choices:
             )
         return self._layouts[key]
 
-    def microbatches(self, grid: Grid, pipeline: int) -> int:
+    def microbatches(self, grid: LayerLayout, pipeline: int) -> int:
         """The number of microbatches of a step."""
         data = self.world // (grid.tensor * grid.context * pipeline)
         return self.base.batch.global_ // (data * grid.micro)
 
-    def config(self, grid: Grid, choice: Pipeline) -> Config:
+    def config(self, grid: LayerLayout, choice: PipelineLayout) -> Config:
         """The configuration of a layout, without recompute."""
         base = self.base
         parallel: dict[str, Any] = {
@@ -245,7 +245,7 @@ class Choices:
             }
         )
 
-    def resolved(self, grid: Grid, choice: Pipeline, microbatches: int) -> Resolved:
+    def resolved(self, grid: LayerLayout, choice: PipelineLayout, microbatches: int) -> Resolved:
         """A layout, with so many microbatches.
 
         Raises:

@@ -83,7 +83,7 @@ def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
 
 
 @dataclass
-class Room:
+class DeviceRoom:
     """What fits on a device.
 
     Attributes:

@@ -10,8 +10,8 @@ from typing import Any, cast
 from hexad.model.recompute_inventory import Recompute
 from hexad.parallel.pipeline.simulate import Timeline
 
-from .choices import Choices, Grid, Pipeline, Variant
-from .device_memory import Room
+from .choices import Choices, LayerLayout, PipelineLayout, Variant
+from .device_memory import DeviceRoom
 from .job import Job
 from .memory import MemoryPlan, RankParts, largest, per_pipeline_rank, predict
 from .resolve import Resolved
@@ -28,7 +28,7 @@ class Steps:
         ConfigError: the layout is refused.
     """
 
-    def __init__(self, choices: Choices, predict: Predict, grid: Grid, choice: Pipeline) -> None:
+    def __init__(self, choices: Choices, predict: Predict, grid: LayerLayout, choice: PipelineLayout) -> None:
         self._predict = predict
         period, microbatches = choice.pipeline, choices.microbatches(grid, choice.pipeline)
         short = 4 * period + microbatches % period
@@ -60,7 +60,7 @@ class Steps:
 class Memories:
     """What the variants of a pipeline need. More sharding and more recompute need less."""
 
-    def __init__(self, choices: Choices, room: Room, resolved: Resolved) -> None:
+    def __init__(self, choices: Choices, room: DeviceRoom, resolved: Resolved) -> None:
         self._choices, self._room, self._resolved = choices, room, resolved
         self._variants: dict[Variant, Resolved | None] = {}
         self._plans: dict[Variant, MemoryPlan | None] = {}

@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field
 
 from hexad.config import HexadError, did_you_mean
-from hexad.config.model import Number, PositiveFloat, Settings
+from hexad.config.model import Number, PositiveFloat, SettingsGroup
 from hexad.topology.hardware import Hardware
 
 Hidden = Literal["overlapped", "exposed"]
@@ -17,7 +17,7 @@ Hidden = Literal["overlapped", "exposed"]
 Part = Annotated[Number, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-class Implementation(Settings):
+class Implementation(SettingsGroup):
     """A training system. The defaults are what specifications declare, which is what Hexad does."""
 
     name: str

@@ -20,7 +20,7 @@ from hexad.parallel.pipeline.transfers import Order, transfers
 from hexad.topology.layout import Layout
 
 from . import Resolved
-from .step import Peak, StageMemory, StateBuffers, Step
+from .step import Peak, RankStep, StageMemory, StateBuffers
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _predict(
     split = short.schedule.split_backward
     memory = {number: StageMemory(stage, run, recompute, numbers, split) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
-    peak = Step(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
+    peak = RankStep(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
     peak = max(peak, _update(buckets, run, config), key=lambda peak: peak.total)
     if peak.position is None:
         action = "update"

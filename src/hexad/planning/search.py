@@ -23,8 +23,8 @@ from hexad.parallel.tensor.linear_inventory import MOST_CHUNKS
 from hexad.topology.layout import Layout
 
 from .bounds import Bounds
-from .choices import Choices, Grid, Pipeline, Variant, with_batch
-from .device_memory import DeviceMemory, Room
+from .choices import Choices, LayerLayout, PipelineLayout, Variant, with_batch
+from .device_memory import DeviceMemory, DeviceRoom
 from .evaluation import Memories, Steps
 from .implementation import Implementation
 from .job import Job
@@ -99,9 +99,9 @@ class Search:
     _memo: dict[Any, ActionTime] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def room(self) -> Room:
+    def room(self) -> DeviceRoom:
         """What fits on a GPU."""
-        return Room(self.capacity, self.base.run.device == "cpu")
+        return DeviceRoom(self.capacity, self.base.run.device == "cpu")
 
     @cached_property
     def choices(self) -> Choices:
@@ -119,7 +119,7 @@ class Search:
         others that were fastest on the way."""
         fastest: dict[tuple[Any, ...], Candidate] = {}
         numbers = count()
-        queue: list[tuple[float, int, Grid, Pipeline | None, bool]] = [
+        queue: list[tuple[float, int, LayerLayout, PipelineLayout | None, bool]] = [
             (self.bounds.grid(grid), next(numbers), grid, None, False) for grid in self.choices.grids()
         ]
         heapq.heapify(queue)
@@ -150,7 +150,7 @@ class Search:
         complete = [candidate for candidate in map(self._complete, listed) if candidate is not None]
         return sorted(complete, key=lambda candidate: candidate.step.total)
 
-    def _evaluate(self, grid: Grid, choice: Pipeline, limit: float) -> Candidate | None:
+    def _evaluate(self, grid: LayerLayout, choice: PipelineLayout, limit: float) -> Candidate | None:
         """The fastest way to train so that fits in memory and takes less than ``limit`` seconds; None if none
         does."""
         try:
@@ -188,7 +188,13 @@ class Search:
         return best
 
     def _note(
-        self, grid: Grid, choice: Pipeline, variant: Variant, step: StepTime, nbytes: int, exact: bool
+        self,
+        grid: LayerLayout,
+        choice: PipelineLayout,
+        variant: Variant,
+        step: StepTime,
+        nbytes: int,
+        exact: bool,
     ) -> None:
         """Add a point."""
         parts = [f"tensor {grid.tensor}"]

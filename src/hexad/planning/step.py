@@ -300,7 +300,7 @@ class StageMemory:
         return [number for name, number in reversed(self.vectors.items()) if name.startswith(f"{unit}.")]
 
 
-class Step:
+class RankStep:
     """Walks a rank's actions.
 
     The steady part of a schedule is counted once: of every stage's actions of one kind the last, and where

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from hexad.parallel.inventory import Collective, Operation, Pass, Product
 
 
-class Rates(Protocol):
+class OperationTimes(Protocol):
     """Seconds of single operations on a rank, while nothing else runs.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Waiting:
 class _Player:
     """Plays operations in order."""
 
-    rates: Rates
+    rates: OperationTimes
     now: float = 0.0
     host: float = 0.0
     again: float = 0.0
@@ -206,7 +206,7 @@ class _Player:
         return ActionTime(self.now, self.host, computed, self.again, exposed, links)
 
 
-def action_time(operations: Sequence[Operation], rates: Rates) -> ActionTime:
+def action_time(operations: Sequence[Operation], rates: OperationTimes) -> ActionTime:
     """The time of operations that begin and end with nothing set aside."""
     player = _Player(rates)
     player.play(operations)
@@ -214,7 +214,7 @@ def action_time(operations: Sequence[Operation], rates: Rates) -> ActionTime:
     return player.time()
 
 
-def layer_time(operations: Sequence[Operation], rates: Rates) -> ActionTime:
+def layer_time(operations: Sequence[Operation], rates: OperationTimes) -> ActionTime:
     """The time of a layer's operations between two layers of the same kind, of which the one before leaves
     products set aside for this one, and this one for the next."""
     before = _Player(rates)

@@ -135,7 +135,7 @@ class Errors:
 
 
 @dataclass
-class Score:
+class PredictionErrors:
     """Errors of several rows."""
 
     rows: int = 0
@@ -165,10 +165,10 @@ class Score:
 
 def validate_rows(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The errors of all rows and of each source, as ``hexad plan validate --json`` prints them."""
-    overall, sources = Score(), dict[str, Score]()
+    overall, sources = PredictionErrors(), dict[str, PredictionErrors]()
     for row in rows:
         compared = compare(row)
         overall.add(compared)
-        sources.setdefault(compared.source, Score()).add(compared)
+        sources.setdefault(compared.source, PredictionErrors()).add(compared)
     parts = [{"source": source, **score.as_tree()} for source, score in sources.items()]
     return {"sources": parts, "overall": overall.as_tree()}

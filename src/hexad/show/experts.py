@@ -27,7 +27,7 @@ _COLUMNS, _MOST_STEPS = 4, 200
 
 
 @dataclass(frozen=True)
-class Loads:
+class LoggedLoads:
     """The loads of all logged steps.
 
     Attributes:
@@ -46,7 +46,7 @@ class Loads:
         return [load[name] for load in self.layers[layer]]
 
 
-def read_loads(directory: str | Path) -> Loads:
+def read_loads(directory: str | Path) -> LoggedLoads:
     """Read a run's loads.
 
     Raises:
@@ -64,15 +64,15 @@ def read_loads(directory: str | Path) -> Loads:
         for layer, load in loads.items():
             layers.setdefault(int(layer), []).append(load)
     steps = tuple(line["step"] for line in lines)
-    return Loads(Path(directory), steps, {layer: tuple(loads) for layer, loads in layers.items()})
+    return LoggedLoads(Path(directory), steps, {layer: tuple(loads) for layer, loads in layers.items()})
 
 
-def experts_json(loads: Loads) -> dict[str, Any]:
+def experts_json(loads: LoggedLoads) -> dict[str, Any]:
     """The loads as JSON values."""
     return {"steps": list(loads.steps), "layers": {str(n): list(load) for n, load in loads.layers.items()}}
 
 
-def experts_text(loads: Loads) -> RenderableType:
+def experts_text(loads: LoggedLoads) -> RenderableType:
     """A table with a row for each layer."""
     table = Table("layer", "imbalance, last", "over the run", "entropy, last", "dropped", box=None)
     for layer in loads.layers:
@@ -87,7 +87,7 @@ def experts_text(loads: Loads) -> RenderableType:
 
 
 @styled
-def experts_figure(loads: Loads) -> Figure:
+def experts_figure(loads: LoggedLoads) -> Figure:
     """The imbalance of all layers over the run; below it a panel for each layer: load of every expert over
     the steps, relative to the mean."""
     from matplotlib.figure import Figure
@@ -118,7 +118,7 @@ def _spread(count: int) -> list[int]:
     return [place * (count - 1) // max(1, shown - 1) for place in range(shown)]
 
 
-def _draw_imbalance(axes: Axes, loads: Loads, name: str) -> None:
+def _draw_imbalance(axes: Axes, loads: LoggedLoads, name: str) -> None:
     for number, layer in enumerate(loads.layers):
         values = loads.values(layer, "imbalance")
         colour = PALETTE[number % len(PALETTE)]
@@ -132,7 +132,9 @@ def _draw_imbalance(axes: Axes, loads: Loads, name: str) -> None:
         axes.legend(loc="upper right")
 
 
-def _draw_layer(axes: Axes, steps: Sequence[Mapping[str, Any]], loads: Loads, chosen: Sequence[int]) -> Any:
+def _draw_layer(
+    axes: Axes, steps: Sequence[Mapping[str, Any]], loads: LoggedLoads, chosen: Sequence[int]
+) -> Any:
     import numpy as np
 
     counts = np.array([load["tokens"] for load in steps], dtype=float).T

@@ -29,7 +29,7 @@ MOST_STAGES, MOST_ROWS, MOST_COLUMNS = 8, 16, 16
 
 
 @dataclass(frozen=True)
-class Grid:
+class RankGrid:
     """The ranks of dense or of expert layers.
 
     Attributes:
@@ -45,7 +45,7 @@ class Grid:
     omitted: str
 
 
-def grids(layout: Layout) -> list[Grid]:
+def grids(layout: Layout) -> list[RankGrid]:
     """The grid of dense layers, and that of expert layers where there are any."""
     dense = _grid(layout, "Dense layers", DENSE_AXES)
     if layout.expert * layout.expert_tensor == 1:
@@ -53,7 +53,7 @@ def grids(layout: Layout) -> list[Grid]:
     return [dense, _grid(layout, "Expert layers", EXPERT_AXES)]
 
 
-def _grid(layout: Layout, name: str, axes: tuple[str, ...]) -> Grid:
+def _grid(layout: Layout, name: str, axes: tuple[str, ...]) -> RankGrid:
     used = [axis for axis in axes if layout.degree(axis) > 1]
     inner, *outer = [axis for axis in used if axis != "pipeline"] or axes[:1]
     outer.reverse()  # slowest axis first
@@ -67,7 +67,7 @@ def _grid(layout: Layout, name: str, axes: tuple[str, ...]) -> Grid:
     ]
     shown = len(stages) * len(rows) * len(columns)
     degrees = " x ".join(f"{axis} {layout.degree(axis)}" for axis in used) or "every axis has degree 1"
-    return Grid(
+    return RankGrid(
         f"{name}: {degrees}" + (f" (each row is one {inner} group)" if inner in used else ""),
         [", ".join(f"{axis} {number}" for axis, number in row.items()) for row in rows],
         ranks,
@@ -134,7 +134,7 @@ def layout_figure(layout: Layout) -> Figure:
     return figure
 
 
-def _draw_grid(part: SubFigure, grid: Grid, across: int, down: int) -> None:
+def _draw_grid(part: SubFigure, grid: RankGrid, across: int, down: int) -> None:
     from matplotlib.colors import ListedColormap
 
     title = grid.title + (f"\n{grid.omitted}" if grid.omitted else "")

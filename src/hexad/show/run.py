@@ -31,7 +31,7 @@ _MOST_BARS = 20  # the table fits into 80 columns
 
 
 @dataclass(frozen=True)
-class Metrics:
+class LoggedSteps:
     """The logged steps of a run, ascending; of a step logged twice (after a resume) the later line."""
 
     directory: Path
@@ -59,14 +59,14 @@ class Metrics:
         return {axis: counts for axis, counts in sent.items() if any(counts)}
 
 
-def read_metrics(directory: str | Path) -> Metrics:
+def read_metrics(directory: str | Path) -> LoggedSteps:
     """Read a run directory's ``metrics.jsonl``.
 
     Raises:
         HexadError: no such file, no complete line, or a damaged line (named by its number).
     """
     lines = read_steps(Path(directory) / METRICS)
-    return Metrics(Path(directory), tuple(lines))
+    return LoggedSteps(Path(directory), tuple(lines))
 
 
 def read_steps(path: Path) -> list[Mapping[str, Any]]:
@@ -107,7 +107,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     )
 
 
-def summary(metrics: Metrics) -> dict[str, Any]:
+def summary(metrics: LoggedSteps) -> dict[str, Any]:
     """The run in a few numbers; null where a quantity was never logged."""
 
     def middle(name: str) -> float | None:
@@ -142,7 +142,7 @@ def summary(metrics: Metrics) -> dict[str, Any]:
 # Terminal
 
 
-def run_text(metrics: Metrics) -> RenderableType:
+def run_text(metrics: LoggedSteps) -> RenderableType:
     """One row per quantity: first, last, smallest and largest value, and the course as a row of bars."""
     table = Table("", box=None, header_style="dim")
     for heading in ("first", "last", "min", "max"):
@@ -184,7 +184,7 @@ def readable_bytes(count: float) -> str:
 
 
 @styled
-def run_figure(metrics: Metrics, references: Mapping[str, float] | None = None) -> Figure:
+def run_figure(metrics: LoggedSteps, references: Mapping[str, float] | None = None) -> Figure:
     """The loss over the whole width; below it gradient norm, speed, and bytes sent per axis.
 
     ``references``: horizontal lines in the loss panel by name, in nats per token, such as the entropy of
@@ -214,7 +214,7 @@ def run_figure(metrics: Metrics, references: Mapping[str, float] | None = None) 
     return figure
 
 
-def _draw_loss(axes: Axes, metrics: Metrics, references: Mapping[str, float]) -> None:
+def _draw_loss(axes: Axes, metrics: LoggedSteps, references: Mapping[str, float]) -> None:
     import numpy as np
 
     steps, losses = metrics.series("loss")

@@ -38,7 +38,7 @@ from hexad.topology.mesh import Mesh
 from .callbacks import Callback, Outcome, checked_callbacks
 from .pace import Pace, collected_by_step
 from .profile import StepProfile, timeline_text
-from .record import EXPERT_LAYERS, Metrics, Recorder
+from .record import EXPERT_LAYERS, Metrics, MetricsRecorder
 from .rundir import open_run_directory
 from .saves import Saves
 
@@ -165,7 +165,9 @@ class Trainer:
         """Train up to ``run.steps``, or until a stop signal."""
         config, engine = self.config, self.engine
         # Agreed, because files may fail on the one rank that writes.
-        recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
+        recorder = self.run.agreed(
+            lambda: MetricsRecorder(config, engine.step) if self.first else nullcontext()
+        )
         steps = config.run.steps
         self._report_settings()
         with recorder as sink, self._stopping as stop, collected_by_step() as collect:

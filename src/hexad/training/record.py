@@ -194,7 +194,7 @@ class ProgressLine:
         self._progress.stop()
 
 
-class Recorder:
+class MetricsRecorder:
     """All sinks of a run, on the rank that writes. Used as a context manager."""
 
     def __init__(self, config: Config, last_step: int) -> None:
@@ -226,7 +226,7 @@ class Recorder:
         for sink in (*self._sinks, *([self._experts] if self._experts else [])):
             sink.rewind(last_step)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> MetricsRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:

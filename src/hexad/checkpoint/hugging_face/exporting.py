@@ -33,7 +33,7 @@ from ..kept_tokenizer import (
     tokenizer_of_checkpoint,
     write_files,
 )
-from ..merged import Weights, opened_weights
+from ..merged import StoredWeights, opened_weights
 from ..reader import Checkpoint
 from ..tensor_file import Entry, TensorFileWriter, dtype_name
 from .files import GENERATION_FILE, appearing, has_tokenizer, other_settings, special_tokens, write_json
@@ -115,7 +115,7 @@ def _ending_ids(path: Path, config: Config) -> list[int]:
 
 
 def export_model(
-    weights: Weights,
+    weights: StoredWeights,
     config: Config,
     to: Path,
     dtype: str,
@@ -170,7 +170,9 @@ def export_model(
     return Exported(kind.name, word, list(shards), parameters, notes)
 
 
-def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
+def _targets(
+    weights: StoredWeights, config: Config, kind: Family, dtype: torch.dtype | None
+) -> list[_Target]:
     """The published tensors of family ``kind``; without ``dtype`` in the format in which they are stored.
 
     Raises:
@@ -218,7 +220,7 @@ def _write(path: Path, described: Sequence[Entry], values: Iterable[Tensor]) -> 
         writer.close()
 
 
-def _slices(weights: Weights, target: _Target) -> Iterator[Tensor]:
+def _slices(weights: StoredWeights, target: _Target) -> Iterator[Tensor]:
     """Yield a published tensor slice by slice, in its format."""
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for rows in read_slices(Rectangle.whole(target.name, target.shape), 8):

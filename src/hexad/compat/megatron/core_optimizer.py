@@ -14,7 +14,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.load import Wording
 from hexad.config.schema import OptimizerSettings
 from hexad.optim.optimizer import AdamW, BucketOptimizer
-from hexad.optim.schedule import Rates
+from hexad.optim.schedule import LearningRates
 from hexad.parallel.data.buckets import Bucket, BufferPool
 from hexad.parallel.data.gatherer import ParameterGatherer
 
@@ -166,7 +166,7 @@ class MegatronOptimizer:
         if not isinstance(lr, int | float) or not 0 <= lr < math.inf:
             raise HexadError(f"OptimizerConfig.lr: found {lr!r}, expected a number of at least 0")
         self._rule.settings = self._rule.settings.model_copy(update={"weight_decay": float(decay)})
-        norm, updated, _ = self._optimizer.step(Rates(float(lr), float(lr)), 1.0, self._publish)
+        norm, updated, _ = self._optimizer.step(LearningRates(float(lr), float(lr)), 1.0, self._publish)
         self._settle()
         self.updates += updated
         return updated, norm, None

@@ -28,9 +28,9 @@ from ..masks import mask_path
 from ..sidecar import bin_path, idx_path, read_sidecar, sidecar_path
 from ..text.chat import load_chat_template
 from ..text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from .inputs import Found, find_files
+from .inputs import InputFile, find_files
 from .records import Document, Reading
-from .sources import NotText, Piece, check_used, cut, read, streamed
+from .sources import InputPart, NotText, check_used, cut, read, streamed
 
 _TASK_BYTES = 1 << 20
 """Least text of a task, if there is enough: sending a task costs as much as a small file."""
@@ -81,7 +81,7 @@ class BuildSummary:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedDocuments:
     """The documents of one task.
 
     Attributes:
@@ -187,7 +187,7 @@ def _check_prefix(prefix: str | Path) -> None:
         raise HexadError(f"``output``: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
 
 
-def _not_written(files: Sequence[Found], prefix: str | Path) -> list[Found]:
+def _not_written(files: Sequence[InputFile], prefix: str | Path) -> list[InputFile]:
     """The files without those that the build will replace, of an earlier one in a directory of the inputs.
 
     Raises:
@@ -214,7 +214,7 @@ def _facts(encoder: Tokenizer, reading: Reading, frame: _Frame, framed: set[bool
 
 def _write(
     prefix: str | Path,
-    pieces: Sequence[Piece],
+    pieces: Sequence[InputPart],
     encoder: Tokenizer,
     reading: Reading,
     frame: _Frame,
@@ -222,8 +222,8 @@ def _write(
     progress: Callable[[int, int], object] | None,
     nothing: str,
 ) -> tuple[IndexedWriter, set[bool], Counter[str]]:
-    """Tokenize pieces into the files of ``prefix``; returns the writer, closed, and as of :class:`_Encoded`
-    what is framed and what was skipped."""
+    """Tokenize parts of inputs into the files of ``prefix``; returns the closed writer, and ``framed`` and
+    ``skipped`` as in :class:`_EncodedDocuments`."""
     dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
     work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -267,7 +267,7 @@ def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -
     return Reading(key, template, missing)
 
 
-def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _group(pieces: Iterable[InputPart]) -> Iterator[list[InputPart]]:
     """Pieces in groups of enough text for a task."""
     return _grouped(pieces, lambda piece: len(piece.lines or ()) or piece.size, _TASK_BYTES)
 
@@ -287,8 +287,13 @@ def _grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterat
 
 
 def _encode(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, *, reading: Reading, frame: _Frame, dtype: np.dtype[Any]
-) -> _Encoded:
+    pieces: Sequence[InputPart],
+    tokenizer: Tokenizer,
+    *,
+    reading: Reading,
+    frame: _Frame,
+    dtype: np.dtype[Any],
+) -> _EncodedDocuments:
     """Read and tokenize the documents of some pieces."""
     parts: list[NDArray[Any]] = []
     marks: list[NDArray[np.bool_]] = []
@@ -312,10 +317,10 @@ def _encode(
     mask = np.concatenate(marks) if marks else None
     marked = None if mask is None or mask.all() else mask
     size = sum(piece.size for piece in pieces)
-    return _Encoded(tokens, marked, np.array(lengths, dtype=np.int64), framed, skipped, size)
+    return _EncodedDocuments(tokens, marked, np.array(lengths, dtype=np.int64), framed, skipped, size)
 
 
-def _documents(pieces: Sequence[Piece], reading: Reading, skipped: Counter[str]) -> Iterator[Document]:
+def _documents(pieces: Sequence[InputPart], reading: Reading, skipped: Counter[str]) -> Iterator[Document]:
     """The documents of some pieces; files that are not text are counted."""
     for piece in pieces:
         try:
@@ -360,16 +365,18 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work_on(work: Callable[[list[Piece], Tokenizer], _Encoded], task: list[Piece], spec: str) -> _Encoded:
+def _work_on(
+    work: Callable[[list[InputPart], Tokenizer], _EncodedDocuments], task: list[InputPart], spec: str
+) -> _EncodedDocuments:
     return work(task, _loaded(spec))
 
 
 def _run(
-    work: Callable[[list[Piece], Tokenizer], _Encoded],
-    tasks: Iterable[list[Piece]],
+    work: Callable[[list[InputPart], Tokenizer], _EncodedDocuments],
+    tasks: Iterable[list[InputPart]],
     tokenizer: Tokenizer,
     workers: int,
-) -> Iterator[_Encoded]:
+) -> Iterator[_EncodedDocuments]:
     """The results of ``tasks`` in their order; never more than a few per worker are held in memory."""
     if workers <= 1:
         for task in tasks:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from hexad.config.errors import HexadError, counted, one_line
 
 
-class Found(NamedTuple):
+class InputFile(NamedTuple):
     """A file to read.
 
     Attributes:
@@ -24,7 +24,7 @@ class Found(NamedTuple):
     named: bool
 
 
-class Inputs(NamedTuple):
+class InputFiles(NamedTuple):
     """What :func:`find_files` has found.
 
     Attributes:
@@ -34,7 +34,7 @@ class Inputs(NamedTuple):
         unread: path -> why it is left out, of all others.
     """
 
-    files: list[Found]
+    files: list[InputFile]
     left_out: int
     hidden: int
     unread: dict[str, str]
@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
 def find_files(
     inputs: Sequence[str | Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> Inputs:
+) -> InputFiles:
     """The files named by ``inputs``, directories recursed in sorted order, links followed; hidden files are
     left out.
 
@@ -56,7 +56,7 @@ def find_files(
     Raises:
         HexadError: an input does not exist, cannot be listed, or is a device or pipe, or nothing is found.
     """
-    found = Inputs([], 0, 0, {})
+    found = InputFiles([], 0, 0, {})
     for given in map(Path, inputs):
         if os.path.isdir(given):
             entries = [(entry, entry.path.relative_to(given)) for entry in _walk(given)]
@@ -81,7 +81,7 @@ def find_files(
             elif entry.problem is not None:
                 found.unread[str(entry.path)] = entry.problem
             else:
-                found.files.append(Found(entry.path, not os.path.isdir(given)))
+                found.files.append(InputFile(entry.path, not os.path.isdir(given)))
     if not found.files:
         what = f"--include and --exclude leave out all there is, {counted(found.left_out, 'file')}"
         raise HexadError(f"{', '.join(map(str, inputs))}: {what if found.left_out else 'no files found'}")

@@ -11,7 +11,7 @@ from hexad.config.errors import HexadError, one_line
 
 from ..files import reporting
 from .compressed import bounded, compression, opened
-from .inputs import Found
+from .inputs import InputFile
 
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 """Files that hold files."""
@@ -34,7 +34,7 @@ Skipped = Literal["empty", "binary", "not UTF-8"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputPart:
     """A part of an input: a whole text file or .json, lines of a .jsonl, or a row group of a .parquet.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
         kind: how it is read.
         start, stop: bytes (jsonl: lines that begin in the range) or row groups.
         size: bytes on disk, for progress.
-        named: as of :class:`.inputs.Found`.
+        named: as of :class:`.inputs.InputFile`.
         lines: of a compressed .jsonl, already decompressed; ``start`` is then the number of the first one.
     """
 
@@ -86,13 +86,13 @@ class NotText(Exception):
         self.kind: Skipped = kind
 
 
-def cut(files: Iterable[Found]) -> list[Piece]:
+def cut(files: Iterable[InputFile]) -> list[InputPart]:
     """Divide files into pieces, in order. A compressed .jsonl is one: :func:`streamed` divides it.
 
     Raises:
         HexadError: a file cannot be read, is an archive of files, or a .parquet needs pyarrow.
     """
-    pieces: list[Piece] = []
+    pieces: list[InputPart] = []
     for path, named in files:
         with reporting(path):
             size = path.stat().st_size
@@ -103,18 +103,18 @@ def cut(files: Iterable[Found]) -> list[Piece]:
         if suffix in _LINES and not compressed:
             for start in range(0, size, _JSONL_PIECE):
                 stop = min(start + _JSONL_PIECE, size)
-                pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
+                pieces.append(InputPart(path, "jsonl", start, stop, stop - start, named))
         elif suffix == ".parquet" and not compressed:
             groups = _parquet(path).metadata.num_row_groups
-            pieces += [Piece(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
+            pieces += [InputPart(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
         else:
             # A .json of a directory is most often no data: it is text, as source code is.
             whole: Kind = "jsonl" if suffix in _LINES else "json" if suffix == ".json" and named else "text"
-            pieces.append(Piece(path, whole, 0, size, size, named))
+            pieces.append(InputPart(path, whole, 0, size, size, named))
     return pieces
 
 
-def check_used(options: Mapping[str, str | None], pieces: Iterable[Piece]) -> None:
+def check_used(options: Mapping[str, str | None], pieces: Iterable[InputPart]) -> None:
     """Refuse arguments about records where no file has any.
 
     Raises:
@@ -127,7 +127,7 @@ def check_used(options: Mapping[str, str | None], pieces: Iterable[Piece]) -> No
                 raise HexadError(f"``{option}``: found '{value}', but {problem}")
 
 
-def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def streamed(pieces: Iterable[InputPart]) -> Iterator[InputPart]:
     """The pieces, with compressed .jsonl files divided: they can be read only from their beginning, so that
     one process decompresses what the others tokenize.
 
@@ -144,11 +144,11 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
             while block := stream.read(_JSONL_PIECE):
                 block += bounded(piece.path, stream.readline)
                 position = min(raw.tell(), piece.size)
-                yield Piece(piece.path, "jsonl", line, line, position - done, piece.named, block)
+                yield InputPart(piece.path, "jsonl", line, line, position - done, piece.named, block)
                 line, done = line + block.count(b"\n"), position
 
 
-def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
+def read(piece: InputPart, columns: Sequence[str] | None = None) -> Iterator[Record]:
     """The records of a piece, in order. Of a .parquet these ``columns`` are read where it has them, beside
     ``tools`` and ``system``; None: all.
 
@@ -167,7 +167,7 @@ def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]
             yield Record(_read_text(piece), Place(piece.path))
 
 
-def _read_text(piece: Piece) -> str:
+def _read_text(piece: InputPart) -> str:
     with opened(piece.path) as (stream, _):
         raw = stream.read(_HEAD)
         if b"\0" in raw:
@@ -187,7 +187,7 @@ def _read_text(piece: Piece) -> str:
     raise HexadError(f"{piece.path}:{line}: {problem}; convert the file or leave it out")
 
 
-def _read_jsonl(piece: Piece) -> Iterator[Record]:
+def _read_jsonl(piece: InputPart) -> Iterator[Record]:
     if piece.lines is not None:
         for number, line in enumerate(piece.lines.split(b"\n"), piece.start):
             if line.strip():
@@ -212,7 +212,7 @@ def _read_jsonl(piece: Piece) -> Iterator[Record]:
                 yield Record(_as_object(_json(line, place), place), place)
 
 
-def _read_array(piece: Piece) -> Iterator[Record]:
+def _read_array(piece: InputPart) -> Iterator[Record]:
     """The objects of a .json file: an array of them."""
     with opened(piece.path) as (stream, _):
         most = _LARGEST_ARRAY + 1
@@ -290,7 +290,7 @@ def _parquet(path: Path) -> Any:
         raise HexadError(f"{path}: not a readable .parquet file: {one_line(error)}") from None
 
 
-def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Record]:
+def _read_parquet(piece: InputPart, columns: Sequence[str] | None) -> Iterator[Record]:
     file = _parquet(piece.path)
     names = file.schema_arrow.names
     chosen = names if columns is None else [name for name in columns if name in names]

@@ -39,7 +39,7 @@ _WINDOW = 32
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TokenBytes:
     """The bytes of the tokens of a piecewise tokenizer.
 
     Attributes:
@@ -124,7 +124,7 @@ class TokenText:
     def prompt_decoder(self) -> TextDecoder:
         """The decoder of a prompt's tokens, which shows the text that was encoded: special tokens as they are
         written, except those that the tokenizer puts before each text, and no spaces that it puts there."""
-        return TextDecoder(_Encoded(self), self.pieces is not None and self.pieces.byte_by_byte)
+        return TextDecoder(_EncodedPrompt(self), self.pieces is not None and self.pieces.byte_by_byte)
 
     @cached_property
     def byte_counts(self) -> ByteCounts | None:
@@ -176,7 +176,7 @@ class Added(NamedTuple):
     text: str
 
 
-class _Source(Protocol):
+class _ByteSource(Protocol):
     """The bytes of tokens that follow one another."""
 
     def value(self, token: int) -> bytes:
@@ -196,7 +196,7 @@ class TextDecoder:
         characters: length of the text so far.
     """
 
-    def __init__(self, source: _Source, byte_by_byte: bool = False) -> None:
+    def __init__(self, source: _ByteSource, byte_by_byte: bool = False) -> None:
         self._source = source
         self._utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape" if byte_by_byte else "replace")
         self.characters = 0
@@ -228,7 +228,7 @@ class TextDecoder:
 class _Beginning:
     """The spaces that the beginning of a text may still remove from tokens."""
 
-    def __init__(self, pieces: Pieces, left: int) -> None:
+    def __init__(self, pieces: TokenBytes, left: int) -> None:
         self._pieces, self.left = pieces, left
 
     def value(self, token: int) -> bytes:
@@ -246,7 +246,7 @@ class _Beginning:
 class _Joined:
     """Bytes of the tokens of a piecewise tokenizer, as its decoder shows them."""
 
-    def __init__(self, pieces: Pieces, before: Iterable[int]) -> None:
+    def __init__(self, pieces: TokenBytes, before: Iterable[int]) -> None:
         self._pieces, self._beginning = pieces, _Beginning(pieces, pieces.decoded)
         for token in before:
             if not self._beginning.left:
@@ -268,7 +268,7 @@ class _Joined:
         return b""
 
 
-class _Encoded:
+class _EncodedPrompt:
     """Bytes of a prompt's tokens, as they were encoded."""
 
     def __init__(self, text: TokenText) -> None:
@@ -383,7 +383,7 @@ class TokenLabels:
             return None
 
 
-def _last_bytes(pieces: Pieces, ids: Sequence[int]) -> bytes:
+def _last_bytes(pieces: TokenBytes, ids: Sequence[int]) -> bytes:
     """As many bytes at the end of tokens as tell whether the last character is complete."""
     value = b""
     for token in reversed(ids):
@@ -397,17 +397,17 @@ def _spaces(value: bytes) -> int:
     return len(value) - len(value.lstrip(b" "))
 
 
-def _pieces(tokenizer: Tokenizer) -> Pieces | None:
+def _pieces(tokenizer: Tokenizer) -> TokenBytes | None:
     if isinstance(tokenizer, ByteTokenizer):
-        return Pieces(lambda token: bytes((token,)) if 0 <= token < 256 else b"", lambda _: 0)
+        return TokenBytes(lambda token: bytes((token,)) if 0 <= token < 256 else b"", lambda _: 0)
     if isinstance(tokenizer, TiktokenTokenizer):
-        return Pieces(tokenizer.value, lambda _: 0)
+        return TokenBytes(tokenizer.value, lambda _: 0)
     if isinstance(tokenizer, SentencePieceTokenizer):
         return _sentencepiece(tokenizer)
     return _hugging_face(tokenizer) if isinstance(tokenizer, HuggingFaceTokenizer) else None
 
 
-def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Pieces:
+def _sentencepiece(tokenizer: SentencePieceTokenizer) -> TokenBytes:
     backend, size = tokenizer.backend, tokenizer.vocab_size
     unknown = str(backend.decode([backend.unk_id()])).encode()
 
@@ -434,10 +434,10 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Pieces:
         removed = {3: 0, 2: 1}.get(len(backend.decode([lone] * 3)), _UNLIMITED)
     elif spaced is not None:
         removed = int(not str(backend.decode([spaced])).startswith(" "))
-    return Pieces(value, leading, removed, byte_by_byte=True, unknown=backend.unk_id())
+    return TokenBytes(value, leading, removed, byte_by_byte=True, unknown=backend.unk_id())
 
 
-def _hugging_face(tokenizer: HuggingFaceTokenizer) -> Pieces | None:
+def _hugging_face(tokenizer: HuggingFaceTokenizer) -> TokenBytes | None:
     backend = tokenizer.backend
     steps = list(_steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None))
     kinds = tuple(str(step.get("type")) for step in steps)
@@ -468,9 +468,9 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> Pieces | None:
             return b"" if piece is None else str(piece).replace(replacement, "").encode()
 
         differs = steps[0].get("prepend_scheme", "always") != "never"
-        return Pieces(value, leading, int(differs), first if differs else None, unknown=unknown)
+        return TokenBytes(value, leading, int(differs), first if differs else None, unknown=unknown)
     removed = sum(int(step["start"]) for step in steps if step["type"] == "Strip")
-    return Pieces(value, leading, removed, byte_by_byte="ByteFallback" in kinds, unknown=unknown)
+    return TokenBytes(value, leading, removed, byte_by_byte="ByteFallback" in kinds, unknown=unknown)
 
 
 def _unknown(backend: Any) -> int | None:

@@ -166,7 +166,7 @@ class _Functions(TorchFunctionMode):
 _DEVICE: Any = torch.Tensor.device.__get__
 
 
-class _RmsNorm(torch.autograd.Function):
+class _DryRmsNorm(torch.autograd.Function):
     """What PyTorch's kernel for GPUs takes and keeps; on ``meta`` it is a chain of operators."""
 
     @staticmethod
@@ -182,7 +182,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, _: Any, weight: Tensor, eps: float) -> Any:
-    return _RmsNorm.apply(x, weight)
+    return _DryRmsNorm.apply(x, weight)
 
 
 def _attention(

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hexad.dataset.build.sources import kind_of
 
-from .errors import Refused, too_many
-from .metrics import Metrics
+from .errors import RequestError, too_many
+from .metrics import ServerMetrics
 
 log = logging.getLogger("hexad")
 
@@ -52,7 +52,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         paths: Collection[str],
         keys: Sequence[str] = (),
         hosts: Collection[str] = (),
@@ -81,7 +81,7 @@ class Guard:
         try:
             self._check(scope)
             await self._app(scope, receive, sent)
-        except Refused as error:
+        except RequestError as error:
             await error.response()(scope, receive, sent)
         except ClientTooSlow:
             raise
@@ -89,7 +89,7 @@ class Guard:
             log.exception("%s %s", scope["method"], path)
             if begun:
                 raise
-            failed = Refused(500, "the server has failed to answer", "server_error")
+            failed = RequestError(500, "the server has failed to answer", "server_error")
             await failed.response()(scope, receive, sent)
         finally:
             if path not in PUBLIC:
@@ -100,15 +100,17 @@ class Guard:
         # Not the URL: that is composed of the Host that the client sends.
         if self._keys:
             if scope["path"] not in PUBLIC and not self._known(headers.get("authorization", "")):
-                raise Refused(401, "Incorrect API key provided", code="invalid_api_key")
+                raise RequestError(401, "Incorrect API key provided", code="invalid_api_key")
         elif scope["path"] != "/health":
             host, origin = headers.get("host", ""), headers.get("origin")
             if not self._own(host):
                 hint = "use its address, start it with --allow-host NAME, or with a key"
-                raise Refused(403, f"found Host {host[:60]!r}, which is not a name of this server; {hint}")
+                raise RequestError(
+                    403, f"found Host {host[:60]!r}, which is not a name of this server; {hint}"
+                )
             if origin is not None and not self._own(origin.partition("://")[2]):
                 hint = "start the server with --allow-host NAME, or with a key"
-                raise Refused(403, f"found Origin {origin[:60]!r}, a page of another site; {hint}")
+                raise RequestError(403, f"found Origin {origin[:60]!r}, a page of another site; {hint}")
 
     def _known(self, header: str) -> bool:
         """Whether a request has one of the keys; takes as long for any that is wrong."""
@@ -130,7 +132,7 @@ class ClientTooSlow(Exception):
     """A client has not accepted a part of its answer in time."""
 
 
-class Room:
+class RequestMemory:
     """The memory that requests may take, from their first byte to the end of their answers.
 
     Attributes:
@@ -161,13 +163,13 @@ class Room:
         """Refuse more than is left; small requests always have room."""
         if size > max(self.limit, SMALL):
             text = f"needs {size:,} bytes, more than the {self.limit:,} of inference.held_mib"
-            raise Refused(400, text, code="request_too_large")
+            raise RequestError(400, text, code="request_too_large")
         if size > SMALL and self.used + size > self.limit:
             raise too_many(f"the requests under way hold {self.used:,} of {self.limit:,} bytes")
 
 
 @asynccontextmanager
-async def body(scope: Scope, receive: Receive, largest: int, room: Room) -> AsyncIterator[bytes]:
+async def body(scope: Scope, receive: Receive, largest: int, room: RequestMemory) -> AsyncIterator[bytes]:
     """The bytes of a request, which take room until the caller has used them.
 
     Args:
@@ -180,12 +182,12 @@ async def body(scope: Scope, receive: Receive, largest: int, room: Room) -> Asyn
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":  # which pages of other sites cannot send
-        raise Refused(415, f"found Content-Type {kind[:60]!r}, expected application/json")
+        raise RequestError(415, f"found Content-Type {kind[:60]!r}, expected application/json")
     if "content-length" not in headers or "transfer-encoding" in headers:
-        raise Refused(411, "found no Content-Length, or a Transfer-Encoding")
+        raise RequestError(411, "found no Content-Length, or a Transfer-Encoding")
     if int(headers["content-length"]) > largest:
         hint = "send fewer prompts in a request, or raise inference.body_mib"
-        raise Refused(413, f"found more than {largest:,} bytes; {hint}")
+        raise RequestError(413, f"found more than {largest:,} bytes; {hint}")
     parts: list[bytes] = []
     size, more = 0, True
     try:
@@ -216,13 +218,13 @@ def parsed(content: bytes) -> dict[str, Any]:
     """
     if sum(map(content.count, (b"[", b"{", b'":'))) > _MOST_PARTS:
         text = f"found more than {_MOST_PARTS:,} brackets and names; send fewer prompts in a request"
-        raise Refused(400, text)
+        raise RequestError(400, text)
     try:
         tree = json.loads(content, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise RequestError(400, f"the request is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):
-        raise Refused(400, f"the request is {kind_of(tree)}, expected an object")
+        raise RequestError(400, f"the request is {kind_of(tree)}, expected an object")
     return tree
 
 

@@ -23,9 +23,9 @@ from hexad.config.schema import InferenceSettings
 
 from ..grammars import json_schema
 from ..prompts import Prompt
-from ..requests import Update
-from .access import SMALL, ClientLeft, Guard, Room, body, parsed
-from .errors import ContextExceeded, Refused, about, refusal, too_many
+from ..requests import RequestUpdate
+from .access import SMALL, ClientLeft, Guard, RequestMemory, body, parsed
+from .errors import ContextExceeded, RequestError, about, refusal, too_many
 from .forms import ChatForm, CompletionForm, EventStream, Texts
 from .protocol import Body, ChatRequest, CompletionRequest, read
 from .service import Busy, Failed, Service, Unavailable
@@ -94,13 +94,13 @@ def make_app(service: Service, name: str, positions: int, access: Access) -> Gua
         return HTMLResponse(page)
 
     async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
+        assert isinstance(error, RequestError)
         return error.response()
 
     async def wrong_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         problem = f"{request.method} {request.scope['path']}: {error.detail}"
-        return Refused(error.status_code, problem).response()
+        return RequestError(error.status_code, problem).response()
 
     routes = [
         Route("/health", health),
@@ -111,7 +111,7 @@ def make_app(service: Service, name: str, positions: int, access: Access) -> Gua
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/", index),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path, Refused: refused})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: wrong_path, RequestError: refused})
     timeout = service.generator.saved.config.inference.client_timeout
     paths = [route.path for route in routes]
     return Guard(app, service.metrics, paths, access.keys, access.hosts, timeout)
@@ -124,7 +124,7 @@ class _Pages:
         self.service, self.name, self.positions, self._strict = service, name, positions, strict
         settings: InferenceSettings = service.generator.saved.config.inference
         self._largest = settings.body_mib * 2**20
-        self._room = Room(settings.requests_mib * 2**20)
+        self._room = RequestMemory(settings.requests_mib * 2**20)
         # Small requests do not wait for large ones.
         self._threads, self._others = (
             ThreadPoolExecutor(_THREADS, f"hexad-{size}") for size in ("small", "large")
@@ -135,7 +135,7 @@ class _Pages:
         """Refuse other models than the server's."""
         if model != self.name:
             text = f"The model '{model[:200]}' does not exist; this server has '{self.name}'"
-            raise Refused(404, text, param="model", code="model_not_found")
+            raise RequestError(404, text, param="model", code="model_not_found")
 
     @cached_property
     def _calls(self) -> ToolFormat | None:
@@ -164,9 +164,9 @@ class _Pages:
         except Busy:
             raise too_many("as many requests wait as may") from None
         except Unavailable as error:
-            raise Refused(503, str(error), "server_error") from None
+            raise RequestError(503, str(error), "server_error") from None
         except Failed as error:
-            raise Refused(500, str(error), "server_error") from None
+            raise RequestError(500, str(error), "server_error") from None
         if first is None or not (streaming or texts.complete):
             return Response(status_code=499)
         if streaming:
@@ -176,7 +176,7 @@ class _Pages:
         answered = await loop.run_in_executor(threads, texts.content)
         return Response(answered, media_type="application/json")
 
-    async def _stream(self, texts: Texts) -> AsyncIterator[tuple[int, Update]]:
+    async def _stream(self, texts: Texts) -> AsyncIterator[tuple[int, RequestUpdate]]:
         """The updates of texts, which take room until they end."""
         with self._room.taken(texts.size):
             stream = self.service.stream(texts.requests)
@@ -290,7 +290,7 @@ class _Pages:
         """Refuse more texts than there is room for, before anything is made of them."""
         if texts > self.service.most:
             problem = f"found {texts:,} texts in one request, expected at most {self.service.most:,}"
-            raise Refused(400, problem, param="n")
+            raise RequestError(400, problem, param="n")
         if texts > self.service.room:
             raise too_many("as many requests wait as may")
 

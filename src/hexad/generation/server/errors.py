@@ -10,7 +10,7 @@ _FIELDS = {"tokens:": "max_tokens:", "samples:": "n:", "schema:": "response_form
 """The fields of requests for options of commands."""
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """An error that answers a request.
 
     Args:
@@ -50,11 +50,13 @@ class ContextExceeded(ConfigError):
     """A prompt and its answer that are longer than the model's context."""
 
 
-def refusal(error: HexadError) -> Refused:
+def refusal(error: HexadError) -> RequestError:
     """The answer to a request that cannot be used."""
     code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
     error = error.worded(lambda name: _FIELDS.get(name, name))
-    return Refused(400, str(error), param=error.field if isinstance(error, ConfigError) else None, code=code)
+    return RequestError(
+        400, str(error), param=error.field if isinstance(error, ConfigError) else None, code=code
+    )
 
 
 def about(field: str, text: str) -> ConfigError:
@@ -65,6 +67,6 @@ def about(field: str, text: str) -> ConfigError:
     return error
 
 
-def too_many(text: str) -> Refused:
+def too_many(text: str) -> RequestError:
     """The answer to a request for which there is no room now."""
-    return Refused(429, f"{text}; try again", "rate_limit_error", code="rate_limit_exceeded")
+    return RequestError(429, f"{text}; try again", "rate_limit_error", code="rate_limit_exceeded")

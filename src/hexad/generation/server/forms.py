@@ -19,11 +19,11 @@ from hexad.config import json_text
 from hexad.dataset.text.token_text import Label, TokenLabels, TokenText
 
 from ..prompts import Prompt
-from ..requests import Logprob, Request, Update
-from .errors import Refused
+from ..requests import Logprob, Request, RequestUpdate
+from .errors import RequestError
 from .protocol import ChatRequest, CompletionRequest
 from .service import Failed, Unavailable
-from .tools import Call, ToolFormat, ToolReader
+from .tools import FunctionCall, ToolFormat, ToolReader
 
 _ID_BYTES, _LOGPROB_BYTES = 80, 160
 """What the server keeps of a token: its id, in the request and in the sequence; a log-probability."""
@@ -70,7 +70,7 @@ class CompletionForm:
             ]  # fmt: skip
         return document
 
-    def deltas(self, prompt: int, update: Update, text: _Text) -> list[dict[str, Any]]:
+    def deltas(self, prompt: int, update: RequestUpdate, text: _Text) -> list[dict[str, Any]]:
         """The parts of a text that an update brings; ``text`` has those before."""
         body = self.body
         parts = []
@@ -118,7 +118,7 @@ class ChatForm:
 
     def choice(self, prompt: int, text: _Text) -> dict[str, Any]:
         """A complete answer."""
-        content, calls = text.text, list[Call]()
+        content, calls = text.text, list[FunctionCall]()
         if self._format is not None:
             content, calls = self._format.calls(text.text)
         message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
@@ -132,9 +132,9 @@ class ChatForm:
             "finish_reason": self._reason(text.ended, calls),
         }
 
-    def deltas(self, prompt: int, update: Update, text: _Text) -> list[dict[str, Any]]:
+    def deltas(self, prompt: int, update: RequestUpdate, text: _Text) -> list[dict[str, Any]]:
         """The parts of an answer that an update brings; ``text`` has those before."""
-        content, calls = update.text, list[Call]()
+        content, calls = update.text, list[FunctionCall]()
         if self._format is not None:
             text.reader = text.reader or ToolReader(self._format)
             content = text.reader.add(update.text)
@@ -157,10 +157,10 @@ class ChatForm:
             for n, part in enumerate(parts)
         ]
 
-    def _allowed(self, calls: list[Call]) -> list[Call]:
+    def _allowed(self, calls: list[FunctionCall]) -> list[FunctionCall]:
         return calls[:1] if self.body.parallel_tool_calls is False else calls
 
-    def _reason(self, ended: str | None, calls: Sequence[Call]) -> str | None:
+    def _reason(self, ended: str | None, calls: Sequence[FunctionCall]) -> str | None:
         return "tool_calls" if calls else _reason(ended)
 
     def _logprobs(self, named: Sequence[_Named]) -> dict[str, Any] | None:
@@ -176,7 +176,7 @@ class ChatForm:
         return {"content": entries, "refusal": None}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: FunctionCall) -> dict[str, Any]:
     """A call of a function, with an identifier that all templates accept."""
     letters = string.ascii_letters + string.digits
     number = "".join(secrets.choice(letters) for _ in range(9))
@@ -273,7 +273,7 @@ class _Text:
         """Its next tokens; ``offset``: of its text in the result. Called once for each."""
         return [_named(self._labels, score.token, score, offset) for score in scores]
 
-    def add(self, update: Update) -> None:
+    def add(self, update: RequestUpdate) -> None:
         self.begun = True
         self.text += update.text
         self.tokens += len(update.tokens)
@@ -332,7 +332,9 @@ class Texts:
                 size += sampling.tokens * (1 + sampling.logprobs) * _LOGPROB_BYTES
         return size
 
-    async def read(self, first: tuple[int, Update], stream: AsyncIterator[tuple[int, Update]]) -> None:
+    async def read(
+        self, first: tuple[int, RequestUpdate], stream: AsyncIterator[tuple[int, RequestUpdate]]
+    ) -> None:
         """Take all updates."""
         place, update = first
         self._texts[place].add(update)
@@ -363,7 +365,7 @@ class Texts:
         return self._samples > self.form.body.choices
 
     async def events(
-        self, first: tuple[int, Update], stream: AsyncIterator[tuple[int, Update]]
+        self, first: tuple[int, RequestUpdate], stream: AsyncIterator[tuple[int, RequestUpdate]]
     ) -> AsyncIterator[bytes]:
         """The answer in events."""
         options = self.form.body.stream_options
@@ -375,7 +377,7 @@ class Texts:
                 for chunk in await self._events(entry, usage):
                     yield chunk
         except (Unavailable, Failed) as error:
-            yield _event({"error": Refused(503, str(error), "server_error").document})
+            yield _event({"error": RequestError(503, str(error), "server_error").document})
             return
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
@@ -383,7 +385,7 @@ class Texts:
             yield self._chunk([], {"usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
-    async def _events(self, entry: tuple[int, Update], usage: bool) -> list[bytes]:
+    async def _events(self, entry: tuple[int, RequestUpdate], usage: bool) -> list[bytes]:
         place, update = entry
         echo = isinstance(self.form, CompletionForm) and self.form.body.echo
         if update.prompt_logprobs is None and (not echo or self._texts[place].begun):
@@ -391,7 +393,7 @@ class Texts:
         # Naming the tokens of a long prompt takes a while, in which others must not stop.
         return await asyncio.to_thread(self._chunks, entry, usage)
 
-    def _chunks(self, entry: tuple[int, Update], usage: bool) -> list[bytes]:
+    def _chunks(self, entry: tuple[int, RequestUpdate], usage: bool) -> list[bytes]:
         place, update = entry
         text, first = self._texts[place], place * self._copies
         deltas = self.form.deltas(place // self._samples, update, text)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..requests import Update
+from ..requests import RequestUpdate
 
 if TYPE_CHECKING:
     from ..front import Front
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
+class ServerMetrics:
     """The counters of one server."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Metrics:
         """Count a prompt."""
         self._prompt.inc(tokens)
 
-    def update(self, update: Update, seconds: float, first: bool) -> None:
+    def update(self, update: RequestUpdate, seconds: float, first: bool) -> None:
         """Count an update of a stream, so many seconds after the one before or after its beginning."""
         self._new.inc(len(update.tokens))
         (self._first if first else self._between).observe(seconds)

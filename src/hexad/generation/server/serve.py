@@ -61,10 +61,10 @@ def serve(
             generator.lead(lambda: None)
             return
         from .app import Access, make_app
-        from .metrics import Metrics
+        from .metrics import ServerMetrics
         from .service import Service
 
-        service = Service(generator, Metrics(), settings.queue)
+        service = Service(generator, ServerMetrics(), settings.queue)
         limit = min(saved.positions, generator.capacity)
         app = make_app(service, name, limit, Access(**{**access, "hosts": (*access["hosts"], host)}))
         address = listener[0].getsockname()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from hexad.comm import CommError
 
 from ..generator import Generator
-from ..requests import Request, Update
-from .metrics import Metrics
+from ..requests import Request, RequestUpdate
+from .metrics import ServerMetrics
 
 log = logging.getLogger("hexad")
 
@@ -51,12 +51,12 @@ class Service:
         queue: requests that may wait.
     """
 
-    def __init__(self, generator: Generator, metrics: Metrics, queue: int) -> None:
+    def __init__(self, generator: Generator, metrics: ServerMetrics, queue: int) -> None:
         self.generator, self.metrics = generator, metrics
         self.failure: BaseException | None = None
         self._most = queue
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._queues: dict[int, asyncio.Queue[Update | Interrupted]] = {}
+        self._queues: dict[int, asyncio.Queue[RequestUpdate | Interrupted]] = {}
         self._running = self._stopping = False
         self._failed: list[asyncio.Event] = []
         self._thread = threading.Thread(target=self._work, name="hexad-generator", daemon=True)
@@ -102,7 +102,7 @@ class Service:
         """Wait until the generator has stopped on all ranks."""
         self._thread.join()
 
-    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, Update]]:
+    async def stream(self, requests: Sequence[Request]) -> AsyncIterator[tuple[int, RequestUpdate]]:
         """Compute requests; yields the number of each among them, with its updates. A caller that does not
         take all of them cancels the requests.
 
@@ -116,7 +116,7 @@ class Service:
             raise Unavailable("the server is stopping or has failed")
         if len(requests) > self.room:
             raise Busy
-        queue: asyncio.Queue[Update | Interrupted] = asyncio.Queue()
+        queue: asyncio.Queue[RequestUpdate | Interrupted] = asyncio.Queue()
         numbers: dict[int, int] = {}
         for place, request in enumerate(requests):
             number = front.submit(request)
@@ -165,7 +165,7 @@ class Service:
                 with suppress(RuntimeError):
                     loop.call_soon_threadsafe(self._deliver, updates)
 
-    def _deliver(self, updates: Sequence[Update]) -> None:
+    def _deliver(self, updates: Sequence[RequestUpdate]) -> None:
         for update in updates:
             if (queue := self._queues.get(update.number)) is not None:
                 queue.put_nowait(update)

@@ -27,7 +27,7 @@ _JSON = json.JSONDecoder()
 _NAME = re.compile(r"[a-zA-Z0-9_.\-]{1,256}")
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call of a function.
 
     Attributes:
@@ -84,14 +84,14 @@ class ToolFormat:
         text = " ".join((self.begin, self.before, self.middle, self.after, self.between, self.end))
         return [number for token, number in specials.items() if token in text]
 
-    def calls(self, text: str) -> tuple[str, list[Call]]:
+    def calls(self, text: str) -> tuple[str, list[FunctionCall]]:
         """The text of an answer beside its calls, and the calls. Where they begin with nothing, an answer is
         either text or calls."""
         place = text.find(self.marker)
         if place < 0 or (not self.marker and not text.lstrip().startswith("{")):
             return text, []
         content, place = text[:place], place + len(self.marker)
-        calls: list[Call] = []
+        calls: list[FunctionCall] = []
         while (read := self._call(text, _next(text, place))) is not None:
             call, place = read
             calls.append(call)
@@ -109,7 +109,7 @@ class ToolFormat:
             place = _next(text, place) + len(piece)
         return place
 
-    def _call(self, text: str, start: int) -> tuple[Call, int] | None:
+    def _call(self, text: str, start: int) -> tuple[FunctionCall, int] | None:
         """The call at a place, and where it ends."""
         if self.keys is not None:
             return _object(text, start, self.keys)
@@ -119,7 +119,7 @@ class ToolFormat:
             return None
         start = _next(text, _next(text, name.end()) + len(middle))
         end = _end_of_json(text, start)
-        return None if end is None else (Call(name[0], text[start:end]), end)
+        return None if end is None else (FunctionCall(name[0], text[start:end]), end)
 
     def grammar(
         self,
@@ -251,7 +251,7 @@ def _keys(text: str, start: int, name: str) -> tuple[str, str] | None:
     return keys if None not in keys else None  # type: ignore[return-value]
 
 
-def _object(text: str, start: int, keys: tuple[str, str]) -> tuple[Call, int] | None:
+def _object(text: str, start: int, keys: tuple[str, str]) -> tuple[FunctionCall, int] | None:
     """The call that an object at a place is."""
     if not text.startswith("{", start):
         return None
@@ -264,7 +264,7 @@ def _object(text: str, start: int, keys: tuple[str, str]) -> tuple[Call, int] | 
     arguments = next((tree[key] for key in (keys[1], "arguments", "parameters") if key in tree), None)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return None
-    return Call(name, json.dumps(arguments, ensure_ascii=False)), end
+    return FunctionCall(name, json.dumps(arguments, ensure_ascii=False)), end
 
 
 def _next(text: str, place: int) -> int:
@@ -324,7 +324,7 @@ class ToolReader:
         self._held = self._held[len(shown) :]
         return shown
 
-    def end(self) -> tuple[str, list[Call]]:
+    def end(self) -> tuple[str, list[FunctionCall]]:
         """The rest of the text, and the calls, after the last of the answer."""
         return self._form.calls(self._held) if self._calling else (self._held, [])
 

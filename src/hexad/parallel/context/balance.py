@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Pieces(NamedTuple):
+class BalancePieces(NamedTuple):
     """The tokens in pieces, in their order.
 
     Attributes:
@@ -37,14 +37,14 @@ class Pieces(NamedTuple):
     end: Ints
 
     @classmethod
-    def of(cls, bounds: Ints, cuts: Ints, work: Floats) -> Pieces:
+    def of(cls, bounds: Ints, cuts: Ints, work: Floats) -> BalancePieces:
         """Pieces of tokens cut at ``cuts``, with documents that begin at ``bounds``."""
         document = np.searchsorted(bounds, cuts[:-1], side="right") - 1
         end = np.minimum(cuts[1:], bounds[document + 1]) - bounds[document]
         return cls(np.diff(cuts), work, np.unique(document, return_inverse=True)[1], end)
 
 
-def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: int) -> Ints | None:
+def levelled(owner: Ints, pieces: BalancePieces, ranks: int, tolerance: float, most: int) -> Ints | None:
     """The ranks of pieces after swaps between the rank whose work differs most from the mean and others,
     until none differs by more than ``tolerance``; None where ``most`` swaps are not enough."""
     owner = owner.copy()
@@ -64,7 +64,7 @@ def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: in
     return None
 
 
-def _best_swap(owner: Ints, pieces: Pieces, loads: Floats, tolerance: float) -> tuple[int, int] | None:
+def _best_swap(owner: Ints, pieces: BalancePieces, loads: Floats, tolerance: float) -> tuple[int, int] | None:
     """A piece of the rank whose work differs most from the mean and one of another rank: the fewest keys to
     send for the work that then is where it should be. A swap costs a piece's keys more, so that few large
     ones are preferred."""
@@ -93,7 +93,7 @@ def _best_swap(owner: Ints, pieces: Pieces, loads: Floats, tolerance: float) -> 
 class _Change:
     """By how many keys the needs of a piece's rank change where it loses that piece and gets another one."""
 
-    def __init__(self, owner: Ints, pieces: Pieces, ranks: int) -> None:
+    def __init__(self, owner: Ints, pieces: BalancePieces, ranks: int) -> None:
         self._owner, self._document, self._end = owner, pieces.document, pieces.end
         self._last = np.zeros((ranks, int(pieces.document.max()) + 1), dtype=np.int64)
         self._last[owner, pieces.document] = pieces.end  # of several the last one's
@@ -204,7 +204,7 @@ def _by_swaps(bounds: Sequence[int], ranks: int, window: int | None) -> Iterator
     count = ranks * min(_SWAPPED_PIECES, tokens // ranks)
     cuts = tokens * np.arange(count + 1, dtype=np.int64) // count
     work = np.diff(work_before(bounds, cuts, window))
-    pieces = Pieces.of(np.asarray(bounds, dtype=np.int64), cuts, work)
+    pieces = BalancePieces.of(np.asarray(bounds, dtype=np.int64), cuts, work)
     for alike in _SWAPPED:
         start = _dealt(work, pieces.size, ranks, alike)
         owner = levelled(start, pieces, ranks, TOLERANCE, _MOST_SWAPS)

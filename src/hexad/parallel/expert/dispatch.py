@@ -28,7 +28,7 @@ from hexad.topology.mesh import ExpertRanks
 
 from ..contributions import applied
 from ..pointwise import maybe_compiled
-from .kinds import KINDS, Bound
+from .kinds import KINDS, BufferBound
 from .permutation import Permutation, gathered_sum, sorted_by
 
 
@@ -314,10 +314,10 @@ class Dispatcher:
             table[expert, part] = rank
         return table.to(ranks.axis.device)
 
-    def bound(self, tokens: int, top_k: int) -> Bound:
+    def bound(self, tokens: int, top_k: int) -> BufferBound:
         """The size of buffers, given the tokens of the rank that has most."""
         assert self.allowance is not None
-        return Bound(self.allowance, tokens, top_k, self.ranks.axis.size, self.ranks.slices, self.local)
+        return BufferBound(self.allowance, tokens, top_k, self.ranks.axis.size, self.ranks.slices, self.local)
 
     def exchanged(self, experts: Tensor, most: int, bounded: bool) -> Route:
         """A route of ``alltoall``."""

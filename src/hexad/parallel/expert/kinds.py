@@ -19,7 +19,7 @@ def _nothing(config: Config) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class DispatcherKind:
     """A value of ``model.moe.dispatcher``.
 
     Attributes:
@@ -51,7 +51,7 @@ def _common(config: Config) -> Iterator[str]:
         yield f"parallel.expert_tensor 1, not {slices}"
 
 
-class Bound(NamedTuple):
+class BufferBound(NamedTuple):
     """What bounds the rows of a rank's buffers of a static size.
 
     Attributes:
@@ -120,17 +120,19 @@ def _deepep(config: Config) -> Iterator[str]:
         yield f"model.moe.top_k 32 or less, not {moe.top_k}"
 
 
-KINDS: dict[DispatcherName, Kind] = {
-    "alltoall": Kind("hexad.parallel.expert.dispatch:Dispatcher.exchanged"),
-    "all_gather": Kind("hexad.parallel.expert.dispatch:Dispatcher.gathered", "it adds results rank by rank"),
-    "nvshmem": Kind(
+KINDS: dict[DispatcherName, DispatcherKind] = {
+    "alltoall": DispatcherKind("hexad.parallel.expert.dispatch:Dispatcher.exchanged"),
+    "all_gather": DispatcherKind(
+        "hexad.parallel.expert.dispatch:Dispatcher.gathered", "it adds results rank by rank"
+    ),
+    "nvshmem": DispatcherKind(
         "hexad.parallel.expert.nvshmem:route",
         "there the host reads the counts",
         _nvshmem,
         gpu=True,
         library="hexad.comm.symmetric:missing",
     ),
-    "deepep": Kind(
+    "deepep": DispatcherKind(
         "hexad.parallel.expert.deepep:route",
         "it adds results rank by rank",
         _deepep,

@@ -18,7 +18,7 @@ AHEAD = 4
 to overlap a message with an action, few enough to hold."""
 
 
-class Transfer(NamedTuple):
+class MessageEnd(NamedTuple):
     """A message as one of its two ends sees it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
     answered: bool = False
 
 
-Order = tuple[Transfer, ...]
+Order = tuple[MessageEnd, ...]
 """A rank's transfers."""
 
 
@@ -60,15 +60,15 @@ def transfers(schedule: Schedule, costs: Costs | None = None) -> tuple[Order, ..
             message = schedule.sent(action)
             if message is not None:
                 orders.append((timeline.times[rank][index][1], message, rank, index))
-    result: list[list[Transfer]] = [[] for _ in schedule.ranks]
+    result: list[list[MessageEnd]] = [[] for _ in schedule.ranks]
     for _, message, sender, index in sorted(orders):
         receiver = schedule.placement[message.target]
-        result[sender].append(Transfer(message, True, receiver, consumed[message]))
-        result[receiver].append(Transfer(message, False, sender, index))
+        result[sender].append(MessageEnd(message, True, receiver, consumed[message]))
+        result[receiver].append(MessageEnd(message, False, sender, index))
     return tuple(map(_with_answers, result))
 
 
-def _with_answers(own: list[Transfer]) -> Order:
+def _with_answers(own: list[MessageEnd]) -> Order:
     last: dict[int, int] = {}
     for transfer in own:
         if not transfer.outgoing:
@@ -159,7 +159,7 @@ class Exchange(Generic[T]):
                 self._arriving[message] = arriving
             self._next += 1
 
-    def _keep(self, transfer: Transfer, pending: Waiting[object]) -> None:
+    def _keep(self, transfer: MessageEnd, pending: Waiting[object]) -> None:
         """Hold a send buffer. Waiting for the oldest is safe: by the common order of transfers its receiver
         is never prevented from posting it."""
         if transfer.answered:
@@ -169,7 +169,7 @@ class Exchange(Generic[T]):
         if len(self._unanswered) > AHEAD:
             self._unanswered.popleft().wait()
 
-    def _release(self, received: Transfer) -> None:
+    def _release(self, received: MessageEnd) -> None:
         """Release send buffers whose receipt is implied by the message just received: the peer needed them
         before it."""
         pending = self._sent.get(received.peer)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather_async, all_reduce, reduce_scatter
 
-from ..contributions import Rows, applied, contributed, meanwhile
+from ..contributions import EmbeddingRows, applied, contributed, meanwhile
 from ..sharding import Shard, ShardedModule
 from .embedding_inventory import EmbeddingSpec, HeadSpec
 from .linear import column_linear
@@ -46,7 +46,7 @@ class _Embed(torch.autograd.Function):
             gradient = gathering.wait()
         if elsewhere is not None:
             gradient = gradient.masked_fill(elsewhere[:, None], 0)
-        return None, contributed(ctx.weight, Rows(rows, gradient)), None
+        return None, contributed(ctx.weight, EmbeddingRows(rows, gradient)), None
 
 
 class VocabParallelEmbedding(ShardedModule):

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hexad.config.model import Name, NonNegativeFloat, Number, PositiveFloat, Settings
+from hexad.config.model import Name, NonNegativeFloat, Number, PositiveFloat, SettingsGroup
 
 Part = Annotated[Number, Field(gt=0, le=1, allow_inf_nan=False)]
 """A share above 0, at most 1."""
@@ -16,7 +16,7 @@ Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """Collectives with constants of their own; broadcast and send use those of a similar one."""
 
 
-class ProductConstants(Settings):
+class ProductConstants(SettingsGroup):
     """Matrix products of one format."""
 
     tflops: PositiveFloat
@@ -45,7 +45,7 @@ class ProductConstants(Settings):
     """How many times longer a grouped product takes than its tiles alone."""
 
 
-class AttentionConstants(Settings):
+class AttentionConstants(SettingsGroup):
     """Fused attention kernels of one format."""
 
     tpairs: Annotated[dict[Annotated[int, Field(ge=1)], PositiveFloat], Field(min_length=1)]
@@ -62,7 +62,7 @@ class AttentionConstants(Settings):
     """Time of a backward kernel, in forward kernels: 2.5 times the operations, at a lower rate."""
 
 
-class MemoryConstants(Settings):
+class MemoryConstants(SettingsGroup):
     """Kernels that only move data."""
 
     bandwidth: Part = 0.9
@@ -76,7 +76,7 @@ class MemoryConstants(Settings):
     """Share of the memory bandwidth that the optimizer's update reaches; None for ``bandwidth``."""
 
 
-class CollectiveConstants(Settings):
+class CollectiveConstants(SettingsGroup):
     """One operation inside a domain."""
 
     start_us: NonNegativeFloat
@@ -93,7 +93,7 @@ class CollectiveConstants(Settings):
     """Additional microseconds of the protocol that reaches ``gb_per_s``."""
 
 
-class NetworkConstants(Settings):
+class NetworkConstants(SettingsGroup):
     """Collectives between domains. Defaults are not measured here."""
 
     efficiency: Part = 0.9
@@ -106,7 +106,7 @@ class NetworkConstants(Settings):
     """Microseconds per level of a tree between domains; NCCL's own estimate (``tuning.cc``: tree, LL128)."""
 
 
-class OverlapConstants(Settings):
+class OverlapConstants(SettingsGroup):
     """Collectives beside computation. Defaults are published values of other systems."""
 
     multiprocessors: NonNegativeFloat = 20.0
@@ -119,7 +119,7 @@ class OverlapConstants(Settings):
     step: 763 against 741 ms on an H100 (Hexad's 8B case)."""
 
 
-class HostConstants(Settings):
+class HostConstants(SettingsGroup):
     """What the host spends per call. Defaults were measured beside one H100."""
 
     operator_us: NonNegativeFloat = 12.0
@@ -132,7 +132,7 @@ class HostConstants(Settings):
     ATC 2021, table 4): 126 GB/s, of which eight GPUs have 16 each; newer hosts have more."""
 
 
-class Constants(Settings):
+class Constants(SettingsGroup):
     """Constants of one kind of hardware."""
 
     source: Literal["fitted", "derived", "calibrated"]

@@ -81,7 +81,7 @@ def read_hardware(name: str | Path) -> Hardware:
     return _parse(_FILES / f"{kind}.yaml")
 
 
-class _Wording(Wording):
+class _HardwareWording(Wording):
     """Errors of hardware files."""
 
     forms = {
@@ -105,7 +105,7 @@ def _parse(path: Path) -> Hardware:
         hardware = Hardware.model_validate(tree)
         _check(hardware)
     except ValidationError as error:
-        raise HexadError(f"{path}: {_Wording().readable(error, Hardware)}") from None
+        raise HexadError(f"{path}: {_HardwareWording().readable(error, Hardware)}") from None
     except ConfigError as error:
         raise HexadError(f"{path}: {error}") from None
     return hardware

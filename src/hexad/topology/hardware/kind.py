@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hexad.config.model import Integer, Name, Positive, PositiveFloat, Settings
+from hexad.config.model import Integer, Name, Positive, PositiveFloat, SettingsGroup
 
 from .constants import Constants, Format
 
@@ -23,7 +23,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (1
 """Rows and columns of the results that GPU kernels compute as a unit."""
 
 
-class MeasuredRates(Settings):
+class MeasuredRates(SettingsGroup):
     """What programs reach at most, measured on this kind."""
 
     products_tflops: PositiveFloat
@@ -35,7 +35,7 @@ class MeasuredRates(Settings):
     """Copies on the device, 1e9 bytes per second, of which each is read and written."""
 
 
-class Hardware(Settings):
+class Hardware(SettingsGroup):
     """A kind of GPU or CPU, and what connects several of them."""
 
     names: Annotated[tuple[Name, ...], Field(min_length=1)]

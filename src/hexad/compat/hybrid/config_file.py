@@ -12,7 +12,7 @@ from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, unknown_k
 from ..deepspeed.keys import Keys, Offload
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
 from ..megatron.arguments import Line
-from ..megatron.flags import FLAGS
+from ..megatron.tables import FLAGS
 
 _EQUAL = {
     "batch.micro": "train_micro_batch_size_per_gpu",

@@ -28,7 +28,7 @@ from facts import facts
 from launch_scripts import launch_lines
 
 from hexad.compat.megatron.arguments import derive, naming_flags, parse
-from hexad.compat.megatron.flags import FLAGS
+from hexad.compat.megatron.tables import FLAGS
 from hexad.compat.megatron.translate import translated
 from hexad.config import HexadError
 from hexad.model.configuration import load_config

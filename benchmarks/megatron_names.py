@@ -10,13 +10,14 @@ Names that no release in ``names.txt`` has are counted too: they are of the chec
 
 ``--table src/hexad/compat/megatron/names.txt PACKAGE ...`` writes the names of ``megatron`` packages, such as
 a checkout's, or the one of ``megatron-core``. Their text is read; they are not imported: most need a GPU.
-``--arguments src/hexad/compat/megatron/earlier_arguments.txt PACKAGE ...`` writes what ``get_args()`` has in
-these, and ``--settings src/hexad/compat/megatron/transformer_settings.txt PACKAGE ...`` the settings of
-``TransformerConfig``.
+``--arguments src/hexad/compat/megatron/earlier_arguments.txt PACKAGE ...`` writes the defaults of what
+``get_args()`` has in these, and ``--settings src/hexad/compat/megatron/transformer_settings.txt PACKAGE ...``
+those of the settings of ``TransformerConfig``; names that the table does not have are appended.
 """
 
 import ast
 import json
+import re
 from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,18 +45,16 @@ def names_table(packages: Sequence[Path]) -> Iterator[str]:
 
 # The tables of arguments and settings
 
-ARGUMENTS_HEAD = """\
-# Attributes of get_args() in releases before core_v0.19.0 that it does not have, with their defaults as JSON.
-# Of Megatron-LM core_v0.16.1, core_v0.12.0, core_v0.8.0 and core_v0.4.0, and of Megatron-DeepSpeed
-# (deepspeedai's and bigscience-workshop's). Written by benchmarks/megatron_names.py --arguments.
-"""
 
-
-SETTINGS_HEAD = """\
-# Settings of TransformerConfig, with their defaults as JSON; null for those that are computed.
-# Of megatron.core in Megatron-LM core_v0.16.1, core_v0.19.0 and core_v0.12.0.
-# Written by benchmarks/megatron_names.py --settings.
-"""
+def _updated(path: Path, defaults: dict[str, Any], meaning: str) -> None:
+    """Write these defaults into a table, whose rows keep what their names mean; new names get ``meaning``."""
+    text = path.read_text(encoding="utf-8")
+    for name, default in sorted(defaults.items()):
+        row = f"{name}={json.dumps(default)}"
+        text, count = re.subn(rf"(?m)^( *){name}=\S+", lambda line, row=row: line[1] + row, text)
+        if not count:
+            text += f"{row:<49} {meaning}\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def _literal(node: ast.expr) -> Any:
@@ -70,17 +69,17 @@ def _literal(node: ast.expr) -> Any:
         return None
 
 
-def settings(packages: Sequence[Path]) -> Iterator[str]:
-    """The lines of the table of settings; of one that several packages have, the first one's default."""
-    found: dict[str, Any] = {}
+def settings(packages: Sequence[Path]) -> dict[str, Any]:
+    """The defaults of settings by name; of one that several packages have, the first one's."""
+    defaults: dict[str, Any] = {}
     for package in packages:
         for path in ("core/model_parallel_config.py", "core/transformer/transformer_config.py"):
             for node in ast.walk(ast.parse((package / path).read_text(encoding="utf-8"))):
                 for field in node.body if isinstance(node, ast.ClassDef) else []:
                     if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                         default = _literal(field.value) if field.value is not None else None
-                        found.setdefault(field.target.id, default)
-    yield from (f"{name}={json.dumps(value)}" for name, value in sorted(found.items()))
+                        defaults.setdefault(field.target.id, default)
+    return defaults
 
 
 def arguments_of(package: Path) -> Iterator[tuple[str, Any]]:
@@ -100,16 +99,16 @@ def arguments_of(package: Path) -> Iterator[tuple[str, Any]]:
             yield values.get("dest", names[0][2:].replace("-", "_")), values.get("default", switch)
 
 
-def earlier_arguments(packages: Sequence[Path]) -> Iterator[str]:
-    """The lines of the table; of an attribute that several packages have, the first one's default."""
-    from hexad.compat.megatron.flags import FLAGS
+def earlier_arguments(packages: Sequence[Path]) -> dict[str, Any]:
+    """The defaults of attributes that no flag sets; of one that several packages have, the first one's."""
+    from hexad.compat.megatron.tables import FLAGS
 
     known = {flag.attribute for flag in FLAGS.values()}
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for package in packages:
         for name, default in arguments_of(package):
-            found.setdefault(name, default)
-    yield from (f"{name}={json.dumps(value)}" for name, value in sorted(found.items()) if name not in known)
+            defaults.setdefault(name, default)
+    return {name: value for name, value in defaults.items() if name not in known}
 
 
 def main() -> None:
@@ -126,15 +125,16 @@ def main() -> None:
         megatron.install()
         answer()
         return
-    tables = (
-        (options.table, HEAD, names_table),
-        (options.arguments, ARGUMENTS_HEAD, earlier_arguments),
-        (options.settings, SETTINGS_HEAD, settings),
-    )
-    for path, head, lines in tables:
-        if path:
-            path.write_text(head + "".join(line + "\n" for line in lines(options.sources)), encoding="utf-8")
-            return
+    if options.table:
+        lines = names_table(options.sources)
+        options.table.write_text(HEAD + "".join(line + "\n" for line in lines), encoding="utf-8")
+        return
+    if options.arguments:
+        _updated(options.arguments, earlier_arguments(options.sources), "none of another release")
+        return
+    if options.settings:
+        _updated(options.settings, settings(options.sources), "refused there is no such setting")
+        return
     from hexad.compat.megatron.installed import CONSTANTS, MODULES, UNSUPPORTED
 
     of_releases = (*CONSTANTS, *MODULES, *UNSUPPORTED)

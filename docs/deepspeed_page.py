@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from hexad.compat.deepspeed.config import nested, spelling
-from hexad.compat.deepspeed.keys import Is, Keys, NoEffect, Refused, Section
+from hexad.compat.deepspeed.config import meaning_of, nested, spelling
+from hexad.compat.deepspeed.keys import Keys, Section
 
 DEEPSPEED_KEYS = Path(__file__).parent / "deepspeed-keys.md"
 
@@ -34,16 +34,10 @@ def deepspeed_keys_page() -> str:
 def _rows(section: type[Section], prefix: str) -> Iterator[str]:
     for name, info in section.model_fields.items():
         key, inner = prefix + spelling(name, info), nested(info)
-        meaning = ""
-        for mark in info.metadata:
-            if isinstance(mark, Is):
-                meaning = mark.what[0].upper() + mark.what[1:]
-            elif isinstance(mark, NoEffect):
-                meaning = f"No effect: {mark.why}"
-            elif isinstance(mark, Refused):
-                meaning = f"Refused: {mark.fix}"
-        if inner is None or meaning:
+        meaning = meaning_of(info)
+        summary = "" if meaning is None else meaning.summary[0].upper() + meaning.summary[1:]
+        if inner is None or summary:
             default = "" if info.is_required() else f"`{json.dumps(info.default, default=lambda _: {})}`"
-            yield f"| `{key}` | {default} | {meaning.replace('|', chr(92) + '|')} |\n"
+            yield f"| `{key}` | {default} | {summary.replace('|', chr(92) + '|')} |\n"
         if inner is not None and name != "offload_param":  # as offload_optimizer
             yield from _rows(inner, key + ".")

@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hexad.compat.megatron.flags import FORKS, GROUPS, Flag, alternatives
+from hexad.compat.facade.foreign_names import ForeignName
+from hexad.compat.megatron.tables import FORKS, GROUPS
+from hexad.config import alternatives
 
 MEGATRON = Path(__file__).parent / "megatron.md"
 _BEGIN, _END = "<!-- flags:", "<!-- end of flags -->"
@@ -22,7 +24,7 @@ def _tables() -> Iterator[str]:
         if title == next(iter(FORKS)):
             yield "\n## Flags of forks\n\nThat Megatron-LM does not have, or names otherwise.\n"
         yield f"\n### {title}\n\n"
-        rows = [flag for flag in flags if flag.effect == "sets" or flag.target]
+        rows = [flag for flag in flags if flag.effect == "becomes" or flag.target]
         if rows:
             yield "| Flag | Default | Hexad | |\n|---|---|---|---|\n"
         for flag in rows:
@@ -35,24 +37,22 @@ def _tables() -> Iterator[str]:
     yield "\n"
 
 
-def _reasons(flags: Sequence[Flag]) -> Iterator[str]:
+def _reasons(flags: Sequence[ForeignName]) -> Iterator[str]:
     """The table of flags that set nothing, by the reason."""
     yield "These set nothing: they have no effect, or are refused with another value than their default.\n\n"
     yield "| | Flags |\n|---|---|\n"
-    reasons: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for flag in flags:
-        reasons.setdefault((flag.effect, flag.note), []).append(f"`{flag.name}`")
-    for (effect, note), names in reasons.items():
-        word = "refused" if effect == "refused" else "no effect"
-        yield f"| {word}: {note} | {', '.join(names)} |\n"
+        reasons.setdefault(flag.summary, []).append(f"`{flag.name}`")
+    yield from (f"| {summary} | {', '.join(names)} |\n" for summary, names in reasons.items())
 
 
-def _note(flag: Flag) -> str:
+def _note(flag: ForeignName) -> str:
     needed = f"with {alternatives(flag.needs)}" if flag.needs else ""
     return "; ".join(filter(None, (needed, flag.note)))
 
 
-def _default(flag: Flag) -> str:
+def _default(flag: ForeignName) -> str:
     """A switch has none: it is given or not."""
     if flag.kind is bool or flag.default in (None, ""):
         return ""
@@ -62,7 +62,7 @@ def _default(flag: Flag) -> str:
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
-def _target(flag: Flag) -> str:
+def _target(flag: ForeignName) -> str:
     if flag.effect == "none":
         return "no effect"
     target = f"`{flag.target}`" if flag.target else ""

@@ -4,8 +4,9 @@ import argparse
 
 import pytest
 
+from hexad.compat.facade.foreign_names import ForeignName
 from hexad.compat.megatron.arguments import parse
-from hexad.compat.megatron.flags import FLAGS, Flag
+from hexad.compat.megatron.tables import FLAGS
 from hexad.compat.megatron.translate import translate
 from hexad.config import ConfigError
 
@@ -153,7 +154,7 @@ def test_flags_that_agree(more: str, level: int) -> None:
 
 
 @pytest.mark.parametrize("flag", [flag for flag in dict.fromkeys(FLAGS.values()) if flag.choices])
-def test_choices_in_other_spellings(flag: Flag) -> None:
+def test_choices_in_other_spellings(flag: ForeignName) -> None:
     """Of other cases, and with other signs between words."""
     for choice in flag.choices if flag.effect != "refused" else ():
         signs = choice.replace("_", "-"), choice.replace("-", "_")

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hexad.compat.megatron.flags import FORKS, GROUPS, Flag
+from hexad.compat.facade.foreign_names import ForeignName
+from hexad.compat.megatron.tables import FORKS, GROUPS
 from hexad.compat.megatron.translate import translate
 from hexad.model.configuration import build_config
 
@@ -23,7 +24,7 @@ def test_flags_without_effect_change_nothing(title: str) -> None:
     assert sorted(reported) == sorted(flag.name for flag in flags) or not flags
 
 
-def _written(flag: Flag) -> list[str]:
+def _written(flag: ForeignName) -> list[str]:
     """A flag with another value than its default."""
     return [flag.name] if flag.kind is bool else [flag.name, flag.choices[-1] if flag.choices else "77"]
 

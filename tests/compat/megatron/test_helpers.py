@@ -13,10 +13,9 @@ import torch
 
 from hexad.compat import megatron
 from hexad.compat.megatron import enums, helpers, initialize, training
-from hexad.compat.megatron.earlier import EARLIER, SETTINGS
-from hexad.compat.megatron.flags import FLAGS
 from hexad.compat.megatron.installed import NAMES
 from hexad.compat.megatron.process_groups import ProcessGroupCollection
+from hexad.compat.megatron.tables import EARLIER, FLAGS, SETTINGS
 from hexad.config import ConfigError, HexadError
 
 from ... import forks
@@ -140,7 +139,7 @@ def test_settings_have_the_defaults_of_the_package() -> None:
     theirs = importlib.import_module("megatron.core.transformer.transformer_config")
     compared = 0
     for field in dataclasses.fields(theirs.TransformerConfig):
-        default = SETTINGS[field.name]
+        default = SETTINGS[field.name].default
         if default is not None:
             assert default == field.default, field.name
             compared += 1

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hexad.compat.megatron.arguments import derive, parse
-from hexad.compat.megatron.flags import FLAGS, GROUPS
+from hexad.compat.megatron.tables import FLAGS, GROUPS
 from hexad.compat.megatron.translate import Translation, translate
 from hexad.config import ConfigError, setting_names
 from hexad.config.model import RopeScaling
@@ -394,7 +394,7 @@ def test_table_names_settings() -> None:
     known = set(setting_names())
     for flag in (flag for group in GROUPS.values() for flag in group):
         assert not flag.target or flag.target in known or flag.target.startswith("model.moe."), flag
-        assert flag.note or flag.effect == "sets", flag
+        assert flag.note or flag.effect == "becomes", flag
         assert flag.target or flag.note, flag
         for needed in flag.needs:
             name, _, value = needed.partition(" ")

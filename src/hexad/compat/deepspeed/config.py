@@ -17,7 +17,8 @@ from hexad.config import ConfigError, HexadError, Wording, key_names, one_line
 from hexad.config.files import read_bounded
 from hexad.config.load import LARGEST_YAML
 
-from .keys import Keys, NoEffect, Refused, Section
+from ..facade.foreign_names import Effect, Meaning, notes_without_effect
+from .keys import Keys, Section
 
 log = logging.getLogger("hexad")
 
@@ -212,9 +213,8 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     """Read and check a configuration except its batch sizes; returns the keys, and the tree that was read."""
     tree = read_json(source)
     keys = checked(_without_autos(known(tree, Keys, strict=strict)), Keys)
-    for name, mark, value in _marked(keys, Refused, ""):
-        enabled = "it enabled" if isinstance(value, dict) else repr(value)
-        raise ConfigError(name, f"found {enabled}, which is not supported: {mark.fix}")
+    for name, meaning, value in _changed(keys, "refused"):
+        raise ConfigError(name, meaning.problem("it enabled" if isinstance(value, dict) else repr(value)))
     if keys.fp16.enabled and keys.bf16.enabled:
         raise ConfigError("bf16.enabled", "found true with fp16.enabled: true; enable one of them")
     return keys, tree
@@ -395,24 +395,28 @@ def effective(section: BaseModel) -> dict[str, Any]:
     return values
 
 
-def without_effect(keys: Keys) -> list[str]:
-    """Keys that are given, differ from their default and have no effect here, each with the reason."""
-    return [f"{name} ({mark.why})" for name, mark, _ in _marked(keys, NoEffect, "")]
+def without_effect(keys: Keys) -> tuple[str, ...]:
+    """Notes on the keys that are in a file, differ from their default and have no effect here."""
+    names = sorted((name, meaning.note) for name, meaning, _ in _changed(keys, "none"))
+    return notes_without_effect((name, f": {note}") for name, note in names)
 
 
-def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, mark, value) of the keys with a kind of mark that are given and differ from the default."""
+def meaning_of(info: FieldInfo) -> Meaning | None:
+    """The meaning of a key; None for a section, whose keys have their own."""
+    return next((mark for mark in info.metadata if isinstance(mark, Meaning)), None)
+
+
+def _changed(section: BaseModel, effect: Effect, prefix: str = "") -> Iterator[tuple[str, Meaning, Any]]:
+    """(name, meaning, value) of the keys with an effect that are in a file and differ from the default."""
     for name in section.model_fields_set:
         info, value = type(section).model_fields[name], getattr(section, name)
-        full = prefix + spelling(name, info)
-        own = next((other for other in info.metadata if isinstance(other, mark)), None)
-        if own is not None:
-            on = mark is NoEffect or getattr(own, "present", False)
-            off = isinstance(value, dict) and not _enabled(value, on)
+        full, meaning = prefix + spelling(name, info), meaning_of(info)
+        if meaning is not None and meaning.effect == effect:
+            off = isinstance(value, dict) and not _enabled(value, effect == "none")
             if value != info.default and not off:
-                yield full, own, value
+                yield full, meaning, value
         elif isinstance(value, Section):
-            yield from _marked(value, mark, full + ".")
+            yield from _changed(value, effect, full + ".")
 
 
 def _enabled(section: Mapping[str, Any], default: bool) -> bool:
@@ -447,4 +451,5 @@ def _without_autos(
 
 
 def _has_no_effect(info: FieldInfo | None) -> bool:
-    return info is not None and any(isinstance(mark, NoEffect) for mark in info.metadata)
+    meaning = None if info is None else meaning_of(info)
+    return meaning is not None and meaning.effect == "none"

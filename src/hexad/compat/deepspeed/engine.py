@@ -152,9 +152,8 @@ class DeepSpeedEngine(EngineCheckpoints):
         keys = self._config.keys
         if "gradient_clipping" not in keys.model_fields_set and self._engine.optimizer.clip:
             log.info("gradient_clipping: %s, DeepSpeed's default; 0 turns it off", self.gradient_clipping())
-        unused = without_effect(keys)
-        if unused:
-            log.warning("accepted without effect: %s", "; ".join(unused))
+        for note in without_effect(keys):
+            log.warning("%s", note)
         unknown = unknown_keys(self._config.tree)
         if unknown:
             log.warning("unknown keys without effect: %s", ", ".join(unknown))

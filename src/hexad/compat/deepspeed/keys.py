@@ -4,41 +4,34 @@ Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-j
 ``docs/deepspeed-keys.md`` is generated from these classes.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hexad.config.model import Integer, Number
 
+from ..facade.foreign_names import Meaning
 
-@dataclass(frozen=True)
-class NoEffect:
+
+def becomes(target: str) -> Meaning:
+    """Marks a key with an effect, by what it is here."""
+    return Meaning(target=target)
+
+
+def no_effect(note: str) -> Meaning:
     """Marks a key that is accepted without effect, and says why."""
+    return Meaning(effect="none", note=note)
 
-    why: str
 
-
-@dataclass(frozen=True)
-class Refused:
+def refused(fix: str) -> Meaning:
     """Marks a key of which only the default is accepted (of a section: only ``enabled: false``), and says
     what to do instead."""
-
-    fix: str
-    present: bool = False
-    """A section is enabled by being there."""
+    return Meaning(effect="refused", fix=fix)
 
 
-@dataclass(frozen=True)
-class Is:
-    """Marks a key with an effect, by what it is here."""
-
-    what: str
-
-
-OWN = NoEffect("Hexad sizes its own buffers")
-ALWAYS = NoEffect("always so")
-KERNELS = NoEffect("an implementation detail of DeepSpeed's kernels")
+OWN = no_effect("Hexad sizes its own buffers")
+ALWAYS = no_effect("always so")
+KERNELS = no_effect("an implementation detail of DeepSpeed's kernels")
 
 
 At0 = Annotated[Integer, Field(ge=0)]
@@ -59,34 +52,36 @@ class Fp16(Section):
 
     older = ("type",)
 
-    enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
-    loss_scale: Annotated[Number, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
-    initial_scale_power: Annotated[At0, Field(le=127), Is("`precision.loss_scale_initial`, 2 to this")] = 16
-    loss_scale_window: Annotated[At1, Is("`precision.loss_scale_window`")] = 1000
-    hysteresis: Annotated[At1, Is("`precision.loss_scale_hysteresis`")] = 2
-    consecutive_hysteresis: Annotated[bool, Is("`precision.loss_scale_consecutive`")] = False
-    min_loss_scale: Annotated[Number, Field(gt=0), Is("`precision.loss_scale_min`")] = 1.0
-    auto_cast: Annotated[bool, Is("floating-point inputs are cast to fp16")] = False
-    fp16_master_weights_and_grads: Annotated[bool, Refused("master weights are fp32; remove it")] = False
-    fp16_opt_level: Annotated[str | None, NoEffect("of Apex")] = None
+    enabled: Annotated[bool, becomes("`precision.dtype: fp16`")] = False
+    loss_scale: Annotated[Number, Field(ge=0), becomes("`precision.loss_scale`; 0 is dynamic")] = 0.0
+    initial_scale_power: Annotated[
+        At0, Field(le=127), becomes("`precision.loss_scale_initial`, 2 to this")
+    ] = 16
+    loss_scale_window: Annotated[At1, becomes("`precision.loss_scale_window`")] = 1000
+    hysteresis: Annotated[At1, becomes("`precision.loss_scale_hysteresis`")] = 2
+    consecutive_hysteresis: Annotated[bool, becomes("`precision.loss_scale_consecutive`")] = False
+    min_loss_scale: Annotated[Number, Field(gt=0), becomes("`precision.loss_scale_min`")] = 1.0
+    auto_cast: Annotated[bool, becomes("floating-point inputs are cast to fp16")] = False
+    fp16_master_weights_and_grads: Annotated[bool, refused("master weights are fp32; remove it")] = False
+    fp16_opt_level: Annotated[str | None, no_effect("of Apex")] = None
 
 
 class Bf16(Section):
     """``bf16``, or ``bfloat16``."""
 
-    enabled: Annotated[bool, Is("`precision.dtype: bf16`")] = False
+    enabled: Annotated[bool, becomes("`precision.dtype: bf16`")] = False
     immediate_grad_update: Annotated[bool, ALWAYS] = True
-    check_grad_overflow: Annotated[bool, NoEffect("steps without a finite norm are always skipped")] = True
-    bf16_master_weights_and_grads: Annotated[bool, NoEffect("master weights and gradients are fp32")] = False
-    bf16_optimizer_states: Annotated[bool, NoEffect("optimizer state is fp32")] = False
+    check_grad_overflow: Annotated[bool, no_effect("steps without a finite norm are always skipped")] = True
+    bf16_master_weights_and_grads: Annotated[bool, no_effect("master weights and gradients are fp32")] = False
+    bf16_optimizer_states: Annotated[bool, no_effect("optimizer state is fp32")] = False
 
 
 class Autocast(Section):
     """``torch_autocast``."""
 
-    enabled: Annotated[bool, Is("the forward pass runs under `torch.autocast`")] = False
-    dtype: Annotated[Literal["bfloat16", "float16"], Is("of `torch.autocast`")] = "bfloat16"
-    lower_precision_safe_modules: Annotated[list[str] | None, NoEffect("gradients are sent in fp32")] = None
+    enabled: Annotated[bool, becomes("the forward pass runs under `torch.autocast`")] = False
+    dtype: Annotated[Literal["bfloat16", "float16"], becomes("of `torch.autocast`")] = "bfloat16"
+    lower_precision_safe_modules: Annotated[list[str] | None, no_effect("gradients are sent in fp32")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -105,12 +100,12 @@ class DataTypes(Section):
     """``data_types``."""
 
     grad_accum_dtype: Annotated[
-        Dtype | None, Is("`precision.accumulate: bf16` with `communication_data_type: bf16`; else fp32")
+        Dtype | None, becomes("`precision.accumulate: bf16` with `communication_data_type: bf16`; else fp32")
     ] = None
-    param_dtype: Annotated[Dtype | None, Refused("parameters have the format of fp16 or bf16")] = None
-    buffer_dtype: Annotated[Dtype | None, Is("format of the module's buffers")] = None
+    param_dtype: Annotated[Dtype | None, refused("parameters have the format of fp16 or bf16")] = None
+    buffer_dtype: Annotated[Dtype | None, becomes("format of the module's buffers")] = None
     keep_in_fp32_modules: Annotated[
-        Literal["auto"] | list[str], NoEffect("all floating-point buffers are cast to `buffer_dtype`")
+        Literal["auto"] | list[str], no_effect("all floating-point buffers are cast to `buffer_dtype`")
     ] = "auto"
 
 
@@ -119,8 +114,8 @@ class Offload(Section):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: Annotated[str | None, OWN] = None
-    pin_memory: Annotated[bool, NoEffect("always pinned on a GPU")] = True
-    ratio: Annotated[float, Field(ge=0, le=1), Refused("all of the optimizer is offloaded; use 1")] = 1.0
+    pin_memory: Annotated[bool, no_effect("always pinned on a GPU")] = True
+    ratio: Annotated[float, Field(ge=0, le=1), refused("all of the optimizer is offloaded; use 1")] = 1.0
     buffer_count: Annotated[int, OWN] = 5
     buffer_size: Annotated[int, OWN] = 100_000_000
     max_in_cpu: Annotated[int, OWN] = 1_000_000_000
@@ -143,19 +138,19 @@ class Zero(Section):
         "stage3_gather_fp16_weights_on_model_save",
     )
 
-    stage: Annotated[int, Field(ge=0, le=3), Is("`parallel.zero`")] = 0
+    stage: Annotated[int, Field(ge=0, le=3), becomes("`parallel.zero`")] = 0
     offload_optimizer: Annotated[
-        Offload | None, Is("device cpu: `memory.offload: optimizer`; nvme is refused")
+        Offload | None, becomes("device cpu: `memory.offload: optimizer`; nvme is refused")
     ] = None
     offload_param: Annotated[
-        Offload | None, Is("without effect on a CPU; refused on a GPU, where parameters stay")
+        Offload | None, becomes("without effect on a CPU; refused on a GPU, where parameters stay")
     ] = None
-    zero_hpz_partition_size: Annotated[At0, NoEffect("weights are gathered over all ranks")] = 1
+    zero_hpz_partition_size: Annotated[At0, no_effect("weights are gathered over all ranks")] = 1
     ignore_unused_parameters: Annotated[bool, ALWAYS] = True
     gather_16bit_weights_on_model_save: Annotated[
         bool,
         Field(alias="stage3_gather_16bit_weights_on_model_save"),
-        NoEffect("`save_16bit_model` always gathers"),
+        no_effect("`save_16bit_model` always gathers"),
     ] = False
     overlap_comm: Annotated[bool | None, ALWAYS] = None
     contiguous_gradients: Annotated[bool, ALWAYS] = True
@@ -169,7 +164,7 @@ class Zero(Section):
         int,
         Field(alias="stage3_param_persistence_threshold"),
         Field(ge=0),
-        NoEffect("vectors stay on every rank, matrices are sharded"),
+        no_effect("vectors stay on every rank, matrices are sharded"),
     ] = 100_000
     model_persistence_threshold: Annotated[At0, Field(alias="stage3_model_persistence_threshold"), OWN] = (
         2**63 - 1
@@ -184,12 +179,12 @@ class Zero(Section):
     use_multi_rank_bucket_allreduce: Annotated[bool, OWN] = True
     round_robin_gradients: Annotated[bool, OWN] = False
     parameter_alignment: Annotated[bool, OWN] = False
-    zero_quantized_weights: Annotated[bool, NoEffect("weights are sent as they are")] = False
-    zero_quantized_nontrainable_weights: Annotated[bool, NoEffect("weights are kept as they are")] = False
-    zero_quantized_gradients: Annotated[bool, NoEffect("gradients are sent as they are")] = False
+    zero_quantized_weights: Annotated[bool, no_effect("weights are sent as they are")] = False
+    zero_quantized_nontrainable_weights: Annotated[bool, no_effect("weights are kept as they are")] = False
+    zero_quantized_gradients: Annotated[bool, no_effect("gradients are sent as they are")] = False
     compute_grad_norm: Annotated[bool, ALWAYS] = True
     load_from_fp32_weights: Annotated[bool, ALWAYS] = True
-    elastic_checkpoint: Annotated[bool, NoEffect("checkpoints have no layout")] = False
+    elastic_checkpoint: Annotated[bool, no_effect("checkpoints have no layout")] = False
     memory_efficient_linear: Annotated[bool, KERNELS] = True
     override_module_apply: Annotated[bool, KERNELS] = True
     pipeline_loading_checkpoint: Annotated[bool, KERNELS] = False
@@ -197,18 +192,20 @@ class Zero(Section):
     enable_sanity_checks: Annotated[bool, KERNELS] = False
     legacy_stage1: Annotated[bool, KERNELS] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, KERNELS] = False
-    leaf_module: Annotated[Tree | None, NoEffect("modules are gathered as they are called")] = None
-    zenflow: Annotated[Tree | None, Refused("remove it", present=True)] = None
+    leaf_module: Annotated[Tree | None, no_effect("modules are gathered as they are called")] = None
+    zenflow: Annotated[Tree | None, refused("remove it")] = None
 
     @model_validator(mode="before")
     @classmethod
     def _older(cls, value: Any) -> Any:
-        """``true`` and deprecated spellings."""
+        """``true``, deprecated spellings, and a section that is enabled by being there."""
         if isinstance(value, bool):
             return {"stage": int(value)}
         if not isinstance(value, dict):
             return value
         value = dict(value)
+        if isinstance(value.get("zenflow"), dict):
+            value["zenflow"] = {"enabled": True, **value["zenflow"]}
         for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             if value.pop(old, False):
                 value.setdefault(new, {"device": "cpu"})
@@ -223,9 +220,9 @@ class Optimizer(Section):
     """``optimizer``."""
 
     type: Annotated[
-        str, Is("Adam (AdamW unless `adam_w_mode` is false), AdamW, or any name in `torch.optim`")
+        str, becomes("Adam (AdamW unless `adam_w_mode` is false), AdamW, or any name in `torch.optim`")
     ]
-    params: Annotated[Tree, Is("of the optimizer; `max_grad_norm` is `gradient_clipping`")] = {}
+    params: Annotated[Tree, becomes("of the optimizer; `max_grad_norm` is `gradient_clipping`")] = {}
     legacy_fusion: Annotated[bool, KERNELS] = False
 
 
@@ -233,16 +230,16 @@ class Scheduler(Section):
     """``scheduler``."""
 
     type: Annotated[
-        str, Is("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a name in torch")
+        str, becomes("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a name in torch")
     ]
-    params: Annotated[Tree, Is("of the scheduler")] = {}
+    params: Annotated[Tree, becomes("of the scheduler")] = {}
 
 
 class ActivationCheckpointing(Section):
     """``activation_checkpointing``: of ``deepspeed.checkpointing.checkpoint``, which a model calls."""
 
-    partition_activations: Annotated[bool, NoEffect("inputs of checkpoints stay where they are")] = False
-    cpu_checkpointing: Annotated[bool, Is("inputs of checkpoints are kept in the host's memory")] = False
+    partition_activations: Annotated[bool, no_effect("inputs of checkpoints stay where they are")] = False
+    cpu_checkpointing: Annotated[bool, becomes("inputs of checkpoints are kept in the host's memory")] = False
     contiguous_memory_optimization: Annotated[bool, OWN] = False
     number_checkpoints: Annotated[int | None, OWN] = None
     synchronize_checkpoint_boundary: Annotated[bool, KERNELS] = False
@@ -252,11 +249,11 @@ class ActivationCheckpointing(Section):
 class Pipeline(Section):
     """``pipeline``: of a ``PipelineModule``."""
 
-    stages: Annotated[int | str, NoEffect("`PipelineModule(num_stages=)` determines it")] = "auto"
-    partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` determines it")] = "best"
-    seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` determines it")] = False
+    stages: Annotated[int | str, no_effect("`PipelineModule(num_stages=)` determines it")] = "auto"
+    partition: Annotated[str, no_effect("`PipelineModule(partition_method=)` determines it")] = "best"
+    seed_layers: Annotated[bool, no_effect("`PipelineModule(seed_layers=)` determines it")] = False
     activation_checkpoint_interval: Annotated[
-        At0, Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
+        At0, becomes("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
     ] = 0
     pipe_partitioned: Annotated[bool, KERNELS] = True
     grad_partitioned: Annotated[bool, KERNELS] = True
@@ -266,7 +263,7 @@ class Pipeline(Section):
 class TensorParallel(Section):
     """``tensor_parallel``."""
 
-    autotp_size: Annotated[At0, Is("`parallel.tensor`; modules that carry a plan are divided by it")] = 0
+    autotp_size: Annotated[At0, becomes("`parallel.tensor`; modules that carry a plan are divided by it")] = 0
     tensor_parallel: Annotated[Tree | None, KERNELS] = None
     tp_overlap_comm: Annotated[bool, ALWAYS] = False
 
@@ -274,9 +271,11 @@ class TensorParallel(Section):
 class CheckpointKeys(Section):
     """``checkpoint``."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Is("whether tags are compared")] = "Warn"
-    load_universal: Annotated[bool, NoEffect("any layout loads any checkpoint")] = False
-    use_node_local_storage: Annotated[bool, Refused("checkpoints need a shared file system")] = False
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], becomes("whether tags are compared")] = (
+        "Warn"
+    )
+    load_universal: Annotated[bool, no_effect("any layout loads any checkpoint")] = False
+    use_node_local_storage: Annotated[bool, refused("checkpoints need a shared file system")] = False
     parallel_write: Annotated[Tree | None, ALWAYS] = None
     writer: Annotated[Tree | None, OWN] = None
 
@@ -289,9 +288,9 @@ class CheckpointKeys(Section):
         return value
 
 
-Inert = Annotated[Tree | bool | None, NoEffect("no counterpart")]
-REPORTS = NoEffect("measure with `hexad train` and its `log` settings, or torch's profiler")
-CHANGES = Refused("it changes the training; remove the section")
+Inert = Annotated[Tree | bool | None, no_effect("no counterpart")]
+REPORTS = no_effect("measure with `hexad train` and its `log` settings, or torch's profiler")
+CHANGES = refused("it changes the training; remove the section")
 
 
 def _selects_data(section: Tree) -> bool:
@@ -321,20 +320,22 @@ class Keys(Section):
     model_config = ConfigDict(populate_by_name=True)
     older = ("bfloat16",)
 
-    train_batch_size: Annotated[At1 | None, Is("`batch.global`")] = None
-    train_micro_batch_size_per_gpu: Annotated[At1 | None, Is("`batch.micro`")] = None
-    gradient_accumulation_steps: Annotated[At1 | None, Is("backward passes per step")] = None
+    train_batch_size: Annotated[At1 | None, becomes("`batch.global`")] = None
+    train_micro_batch_size_per_gpu: Annotated[At1 | None, becomes("`batch.micro`")] = None
+    gradient_accumulation_steps: Annotated[At1 | None, becomes("backward passes per step")] = None
     managed_gradient_accumulation: Annotated[
-        bool, Is("false: every `step()` updates, after any number of backward passes")
+        bool, becomes("false: every `step()` updates, after any number of backward passes")
     ] = True
     gradient_clipping: Annotated[
-        Number, Field(ge=0), Is("`optimizer.clip`; 1.0 by default, as in DeepSpeed since 0.19")
+        Number, Field(ge=0), becomes("`optimizer.clip`; 1.0 by default, as in DeepSpeed since 0.19")
     ] = 1.0
-    prescale_gradients: Annotated[bool, NoEffect("the same mean, but for rounding")] = False
-    gradient_predivide_factor: Annotated[float, NoEffect("the same mean, but for rounding")] = 1.0
-    gradient_allreduce_op: Annotated[Literal["mean", "sum"], Is("how ranks' gradients are added")] = "mean"
+    prescale_gradients: Annotated[bool, no_effect("the same mean, but for rounding")] = False
+    gradient_predivide_factor: Annotated[float, no_effect("the same mean, but for rounding")] = 1.0
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], becomes("how ranks' gradients are added")] = (
+        "mean"
+    )
     communication_data_type: Annotated[
-        Dtype | None, Is("`precision.reduce`; fp32 by default, and where it is fp16")
+        Dtype | None, becomes("`precision.reduce`; fp32 by default, and where it is fp16")
     ] = None
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
@@ -344,19 +345,19 @@ class Keys(Section):
     data_types: DataTypes = DataTypes()
     zero_optimization: Zero = Zero()
     zero_allow_untested_optimizer: Annotated[
-        bool, Is("optimizers that are not elementwise may be given flat shards")
+        bool, becomes("optimizers that are not elementwise may be given flat shards")
     ] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, KERNELS] = True
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     pipeline: Pipeline = Pipeline()
     tensor_parallel: TensorParallel = TensorParallel()
     sequence_parallel_size: Annotated[
-        At1, Is("`parallel.context` with `ulysses`; refused for user-defined modules")
+        At1, becomes("`parallel.context` with `ulysses`; refused for user-defined modules")
     ] = 1
-    data_parallel_size: Annotated[At1 | None, Is("`parallel.data`")] = None
+    data_parallel_size: Annotated[At1 | None, becomes("`parallel.data`")] = None
     checkpoint: CheckpointKeys = CheckpointKeys()
-    steps_per_print: Annotated[At1 | None, Is("steps between lines of the log")] = None
-    dataloader_drop_last: Annotated[bool, Is("of the loader of `training_data`")] = False
+    steps_per_print: Annotated[At1 | None, becomes("steps between lines of the log")] = None
+    dataloader_drop_last: Annotated[bool, becomes("of the loader of `training_data`")] = False
     disable_python_gc: Annotated[bool, KERNELS] = False
     log_level: Annotated[str | None, KERNELS] = None
     wall_clock_breakdown: Annotated[bool, REPORTS] = False
@@ -370,17 +371,17 @@ class Keys(Section):
     comms_logger: Annotated[Tree | None, REPORTS] = None
     timers: Annotated[Tree | None, REPORTS] = None
     seq_parallel_communication_data_type: Annotated[str | None, KERNELS] = None
-    sparse_gradients: Annotated[bool, NoEffect("gradients are dense")] = False
+    sparse_gradients: Annotated[bool, no_effect("gradients are dense")] = False
     disable_allgather: Annotated[bool, OWN] = False
     allgather_size: Annotated[int | None, OWN] = None
     vocabulary_size: Annotated[int | None, KERNELS] = None
-    cuda_visible_devices: Annotated[int | str | list[int] | None, NoEffect("set it for the launcher")] = None
+    cuda_visible_devices: Annotated[int | str | list[int] | None, no_effect("set it for the launcher")] = None
     comms_config: Annotated[Tree | None, REPORTS] = None
     pipe_parallel_size: Annotated[
-        int | None, Field(alias="pipe-parallel-size"), NoEffect("the script determines it")
+        int | None, Field(alias="pipe-parallel-size"), no_effect("the script determines it")
     ] = None
     model_parallel_size: Annotated[
-        int | None, Field(alias="model-parallel-size"), NoEffect("the script determines it")
+        int | None, Field(alias="model-parallel-size"), no_effect("the script determines it")
     ] = None
     use_data_before_expert_parallelism: Annotated[bool, KERNELS] = False
     aio: Inert = None
@@ -390,7 +391,7 @@ class Keys(Section):
     sparse_attention: Inert = None
     datastates: Inert = None
     compile: Inert = None
-    amp: Annotated[Tree | None, Refused("use fp16 or bf16")] = None
+    amp: Annotated[Tree | None, refused("use fp16 or bf16")] = None
     compression_training: Annotated[Tree | None, CHANGES] = None
     eigenvalue: Annotated[Tree | None, CHANGES] = None
     quantize_training: Annotated[Tree | None, CHANGES] = None

@@ -11,14 +11,15 @@ from pydantic import BeforeValidator, Field, create_model
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
+from ..facade.foreign_names import notes_without_effect
 from .config import CheckedConfig, checked, given, unknown_keys, without_effect
-from .keys import Keys, NoEffect, Offload, Section
+from .keys import Keys, Offload, Section, no_effect
 from .lr_schedules import LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[Finite, Field(ge=0)]
 Beta = Annotated[Finite, Field(ge=0, lt=1)]
-ONE_ADAM = NoEffect("a run.yaml has one AdamW")
+_ONE_ADAM = no_effect("a run.yaml has one AdamW")
 
 
 def _required(wanted: Any, why: str) -> BeforeValidator:
@@ -44,13 +45,13 @@ class AdamParams(Section):
     amsgrad: Annotated[bool, _required(False, "a run.yaml has AdamW without it")] = False
     maximize: Annotated[bool, _required(False, "a run.yaml minimizes the loss")] = False
     max_grad_norm: Rate | None = None
-    torch_adam: Annotated[bool, ONE_ADAM] = False
-    fused: Annotated[bool | None, ONE_ADAM] = None
-    foreach: Annotated[bool | None, ONE_ADAM] = None
-    capturable: Annotated[bool, ONE_ADAM] = False
-    differentiable: Annotated[bool, ONE_ADAM] = False
-    set_grad_none: Annotated[bool, ONE_ADAM] = True
-    fp32_optimizer_states: Annotated[bool, ONE_ADAM] = True
+    torch_adam: Annotated[bool, _ONE_ADAM] = False
+    fused: Annotated[bool | None, _ONE_ADAM] = None
+    foreach: Annotated[bool | None, _ONE_ADAM] = None
+    capturable: Annotated[bool, _ONE_ADAM] = False
+    differentiable: Annotated[bool, _ONE_ADAM] = False
+    set_grad_none: Annotated[bool, _ONE_ADAM] = True
+    fp32_optimizer_states: Annotated[bool, _ONE_ADAM] = True
 
 
 _TYPES: dict[str, Any] = {
@@ -101,7 +102,7 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> tuple[dict[str, 
         tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
-    notes += [f"{key}: no effect" for key in without_effect(keys)]
+    notes += without_effect(keys)
     notes += _unknown(config.tree, Keys)
     return {name: group for name, group in tree.items() if group}, notes
 
@@ -236,8 +237,9 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
         )
     if params.weight_decay:
         notes.append("optimizer.params.weight_decay: norms and biases are excluded here")
-    unused = [name for name, info in AdamParams.model_fields.items() if ONE_ADAM in info.metadata]
-    notes += [f"optimizer.params.{name}: no effect: {ONE_ADAM.why}" for name in unused if name in written]
+    unused = [name for name, info in AdamParams.model_fields.items() if _ONE_ADAM in info.metadata]
+    names = [f"optimizer.params.{name}" for name in unused if name in written]
+    notes += notes_without_effect((name, f": {_ONE_ADAM.note}") for name in names)
     return {
         "lr": params.lr,
         "betas": list(params.betas),

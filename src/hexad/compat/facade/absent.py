@@ -104,9 +104,3 @@ def _imported_as(module: ModuleType, system: str, trace: TracebackType | None) -
     longest = sorted(paths, key=len, reverse=True)
     short = (path for path in longest if re.search(rf"\b{path.rpartition('.')[2]}\b", line))
     return next((path for path in longest if path in line), next(short, paths[0]))
-
-
-def refused_argument(function: str, name: str, near: str) -> UnknownArgument:
-    """The error for an argument that a function does not have; ``near``: what it may mean."""
-    problem = f"unexpected argument {name!r}{near}"
-    return UnknownArgument(f"{function}: {problem}: neither Megatron-LM nor Hexad has it; leave it out")

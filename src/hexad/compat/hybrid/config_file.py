@@ -12,7 +12,7 @@ from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, unknown_k
 from ..deepspeed.keys import Keys, Offload
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
 from ..megatron.arguments import Line
-from ..megatron.flags import FLAGS
+from ..megatron.tables import FLAGS
 
 _EQUAL = {
     "batch.micro": "train_micro_batch_size_per_gpu",
@@ -86,7 +86,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     arguments.zero_stage, arguments.clip_grad = tree["parallel"]["zero"], tree["optimizer"]["clip"]
     if script:
         return []
-    notes += _of_flags(keys, kind) + [f"{key}: no effect" for key in without_effect(keys)]
+    notes += [*_of_flags(keys, kind), *without_effect(keys)]
     notes += [f"{key}: unknown key; no effect" for key in unknown_keys(content)]
     return [f"{path}: {note}" for note in notes]
 

@@ -11,12 +11,13 @@ from difflib import get_close_matches
 from functools import cache, partial
 from typing import Any, NoReturn
 
-from hexad.config import ConfigError, HexadError, did_you_mean
+from hexad.config import ConfigError, HexadError, alternatives, did_you_mean
 from hexad.config.schema import BatchSettings
 
 from ..facade.absent import MissingAttribute
-from .flags import FLAGS, GROUPS, Flag, alternatives
+from ..facade.foreign_names import ForeignName, notes_without_effect
 from .forks import as_megatron
+from .tables import FLAGS, GROUPS
 
 ExtraArguments = Callable[[argparse.ArgumentParser], object]
 """Adds flags to the parser that it is called with, and may return another one."""
@@ -34,7 +35,7 @@ class Line:
     """
 
     arguments: Namespace
-    given: tuple[Flag, ...]
+    given: tuple[ForeignName, ...]
     written: frozenset[str]
     notes: tuple[str, ...]
 
@@ -112,8 +113,8 @@ def parse(
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
     for flag in given:
         if flag.effect == "refused":
-            shown_value = f"found {shown(attributes[flag.attribute])}, but " if flag.kind is not bool else ""
-            raise ConfigError(flag.name, f"{shown_value}{flag.note}; leave it out")
+            value = "" if flag.kind is bool else shown(attributes[flag.attribute])
+            raise ConfigError(flag.name, flag.problem(value))
     notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
     return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
 
@@ -124,12 +125,12 @@ def defaults() -> Arguments:
 
 
 @cache
-def _declared() -> tuple[argparse.ArgumentParser, list[Flag]]:
+def _declared() -> tuple[argparse.ArgumentParser, list[ForeignName]]:
     """The parser of all flags: declaring a thousand takes as long as reading many lines."""
     return _parser(None)
 
 
-def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list[Flag]]:
+def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list[ForeignName]]:
     """The parser, and the flags of which a script has none of its own with the same name."""
     parser: argparse.ArgumentParser = _Parser(
         prog="hexad megatron --", allow_abbrev=False, add_help=False, conflict_handler="resolve"
@@ -146,7 +147,7 @@ def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list
     return parser, [flag for flag in dict.fromkeys(FLAGS.values()) if flag.name not in own]
 
 
-def _declare(section: argparse._ArgumentGroup, flag: Flag) -> argparse.Action:
+def _declare(section: argparse._ArgumentGroup, flag: ForeignName) -> argparse.Action:
     names = (flag.name, *flag.aliases)
     rest: dict[str, Any] = {"dest": flag.attribute, "default": argparse.SUPPRESS}
     if f"--no-{flag.name.removeprefix('--')}" in flag.aliases:
@@ -167,7 +168,7 @@ def _choice(choices: Sequence[str], word: str) -> str:
     return next((choice for choice in choices if plain(choice) == plain(word)), word)
 
 
-def _differs(flag: Flag, value: Any) -> bool:
+def _differs(flag: ForeignName, value: Any) -> bool:
     """Whether a flag has another value than its default."""
     return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
 
@@ -260,19 +261,19 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _notes(arguments: Namespace, given: Sequence[Flag]) -> tuple[str, ...]:
+def _notes(arguments: Namespace, given: Sequence[ForeignName]) -> tuple[str, ...]:
     """The flags without effect, those with the same reason in one line."""
-    reasons: dict[str, list[str]] = {}
+    reasons: list[tuple[str, str]] = []
     for flag in given:
         if flag.effect == "none":
-            reasons.setdefault(f": {flag.note}", []).append(flag.name)
+            reasons.append((flag.name, f": {flag.note}"))
         elif flag.needs and not any(_holds(arguments, condition) for condition in flag.needs):
-            reasons.setdefault(f" without {alternatives(flag.needs)}", []).append(flag.name)
-    return tuple(f"{', '.join(names)}: no effect{reason}" for reason, names in reasons.items())
+            reasons.append((flag.name, f" without {alternatives(flag.needs)}"))
+    return notes_without_effect(reasons)
 
 
 def _holds(arguments: Namespace, condition: str) -> bool:
-    """Whether one of :attr:`Flag.needs` is met."""
+    """Whether one of :attr:`ForeignName.needs` is met."""
     name, _, value = condition.partition(" ")
     given = getattr(arguments, FLAGS[name].attribute)
     return given == value if value else _differs(FLAGS[name], given)

@@ -20,42 +20,16 @@ from hexad.topology.mesh import Mesh
 from ..facade.random_states import model_seed
 from . import parallel_state
 from .arguments import Line, defaults, derive, shown
-from .earlier import SETTINGS
-from .flags import FLAGS, Flag
 from .initialize import divide_heads
+from .tables import FLAGS, SETTINGS, meaning_of
 from .translate import translated
 
-_ATTRIBUTES = {
-    "gated_linear_unit": "swiglu",
-    "layernorm_epsilon": "norm_epsilon",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "num_moe_experts": "num_experts",
-    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
-}
-"""Setting of a ``TransformerConfig`` -> attribute of a flag, where they differ."""
-_NO_EFFECT = frozenset(
-    "_cpu_offloading_context activation_func_fp8_input_store autocast_dtype batch_p2p_comm batch_p2p_sync "
-    "bias_activation_fusion cpu_offloading_activations cpu_offloading_double_buffering "
-    "cpu_offloading_weights cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool "
-    "disable_parameter_transpose_cache expert_gtp_weight_remat_size finalize_model_grads_func "
-    "fused_single_qkv_rope grad_scale_func grad_sync_func gtp_weight_remat_size "
-    "hetereogenous_dist_checkpoint inference_sampling_seed layernorm_zero_centered_gamma "
-    "max_position_embeddings memory_efficient_layer_norm moe_ncclep_static_shape no_sync_func "
-    "num_microbatches_with_partial_activation_checkpoints "
-    "param_sync_func persist_layer_norm pipeline_dtype timers tp_comm_atomic_ag tp_comm_atomic_rs "
-    "tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv tp_only_amax_red use_inference_optimized_layers "
-    "use_te_rng_tracker cp_comm_type original_max_position_embeddings".split()
-)
-"""Settings without a flag that change no numbers: kernels, communication, and what a schedule calls."""
-_READ_HERE = frozenset("activation_func bf16 fp16 params_dtype softmax_scale window_size".split())
-"""Settings that :func:`_architecture` and :func:`_overrides` translate."""
 _DEGREES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "context_parallel_size": "context",
+    row.name: row.target.removeprefix("parallel.")
+    for row in SETTINGS.values()
+    if row.target in ("parallel.tensor", "parallel.pipeline", "parallel.context")
 }
-"""Settings that the mesh decides; 1, Megatron-Core's default: any."""
+"""Settings that the mesh decides -> axes; 1, Megatron-Core's default: any."""
 _SCALE = "model.attention_multiplier"
 """Hexad's setting for ``softmax_scale``, for which there is no flag."""
 _DTYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -106,16 +80,15 @@ def resolved_core_model(config: Any, spec: Any, arguments: Mapping[str, Any]) ->
 def _namespace(config: Any, spec: Any, arguments: Mapping[str, Any], mesh: Mesh) -> Namespace:
     """The attributes of the flags that describe the same model, complete."""
     namespace = defaults()
-    known = {flag.attribute: flag for flag in FLAGS.values()}
     _check_names(config)
-    for name, default in SETTINGS.items():
-        value = getattr(config, name, default)
-        flag = known.get(_ATTRIBUTES.get(name, name))
-        if name in _READ_HERE or name in _NO_EFFECT or name in _DEGREES:
+    for setting in SETTINGS.values():
+        value = getattr(config, setting.name, setting.default)
+        if value is None:
             continue
-        _check(name, value, default, flag)
-        if flag is not None and flag.effect == "sets" and value is not None:
-            setattr(namespace, flag.attribute, value)
+        if (meaning := meaning_of(setting)).effect == "refused" and value != setting.default:
+            raise ConfigError(f"TransformerConfig.{setting.name}", meaning.problem(_text(value)))
+        if meaning.effect == "becomes" and setting.target in FLAGS:
+            setattr(namespace, FLAGS[setting.target].attribute, value)
     _architecture(namespace, config, spec, arguments)
     _layout(namespace, config, mesh)
     length = arguments["max_sequence_length"]
@@ -140,14 +113,6 @@ def _check_names(config: Any) -> None:
                 f"TransformerConfig: found {name}, which Megatron-Core does not have"
                 f"{did_you_mean(name, SETTINGS)}; leave it out"
             )
-
-
-def _check(name: str, value: Any, default: Any, flag: Flag | None) -> None:
-    """Refuse a setting that Hexad has no equivalent for."""
-    if value is None or value == default or (flag is not None and flag.effect != "refused"):
-        return
-    why = "there is no such setting" if flag is None else flag.note
-    raise ConfigError(f"TransformerConfig.{name}", f"found {_text(value)}, but {why}; leave it out")
 
 
 def _text(value: Any) -> str:
@@ -262,9 +227,9 @@ def _word(name: str) -> str:
     if name == _SCALE:
         return "TransformerConfig.softmax_scale"
     flags = [FLAGS[name]] if name in FLAGS else [flag for flag in FLAGS.values() if flag.target == name]
-    names = {attribute: setting for setting, attribute in _ATTRIBUTES.items()}
-    attributes = [names.get(flag.attribute, flag.attribute) for flag in flags]
-    if not attributes:
-        return name
-    settings = [f"TransformerConfig.{attribute}" for attribute in attributes if attribute in SETTINGS]
-    return (settings or [f"GPTModel.{attributes[0]}"])[0]
+    names = {row.target: row.name for row in SETTINGS.values()}
+    for flag in flags:
+        setting = names.get(flag.name, flag.attribute)
+        if setting in SETTINGS:
+            return f"TransformerConfig.{setting}"
+    return f"GPTModel.{flags[0].attribute}" if flags else name

@@ -18,10 +18,11 @@ from hexad.optim.schedule import LearningRates
 from hexad.parallel.data.buckets import Bucket, BufferPool
 from hexad.parallel.data.gatherer import ParameterGatherer
 
+from ..facade.foreign_names import check_arguments
 from .dist_checkpointing import ShardedTensor
 from .distributed import DistributedDataParallel, shardings, wrapped_chunks
-from .installed import check_arguments
 from .settings import check_update
+from .tables import ARGUMENTS
 
 _CLIP_EPSILON = 1e-6
 """What Megatron-Core adds to the norm."""
@@ -41,9 +42,7 @@ def get_megatron_optimizer(
     Raises:
         HexadError: modules that are not wrapped, or settings without an equivalent.
     """
-    ignored = "use_gloo_process_groups pg_collection dump_param_to_param_group_map"
-    absent = "config_overrides no_weight_decay_cond scale_lr_cond"
-    check_arguments("get_megatron_optimizer", others, ignored, absent, lr_mult=1.0)
+    check_arguments("get_megatron_optimizer", others, ARGUMENTS["get_megatron_optimizer"])
     chunks = wrapped_chunks("get_megatron_optimizer", model_chunks)
     check_update(config)
     here = {"optimizer": "adam", "fp16": False, "decoupled_lr": None, "optimizer_cpu_offload": False}

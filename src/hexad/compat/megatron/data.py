@@ -8,7 +8,7 @@ from typing import Any
 
 from hexad.config import ConfigError
 
-from .flags import flag_of
+from .tables import flag_of
 
 _DOCUMENTS = 1000
 _NUMBERS = 256

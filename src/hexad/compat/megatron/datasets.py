@@ -16,9 +16,9 @@ from hexad.engine.evaluation import Score
 from hexad.parallel.tensor.loss import IGNORED
 from hexad.topology.mesh import Mesh
 
+from ..facade.foreign_names import check_arguments
 from .arguments import batch_settings
 from .initialize import get_args, started
-from .installed import check_arguments
 from .masks import ltor_mask, masks_and_positions, positions_from
 from .samples import (  # noqa: F401
     BlendedDataset,
@@ -28,6 +28,7 @@ from .samples import (  # noqa: F401
     Split,
     build_datasets,
 )
+from .tables import ARGUMENTS
 from .transformer import check_agrees
 
 Batch = dict[str, Tensor]
@@ -177,9 +178,8 @@ def get_ltor_masks_and_position_ids(
     """Masks and positions of tokens ``[b, s]``: the attention mask ``[b or 1, 1, s, s]``, true where masked,
     the loss mask ``[b, s]`` and the position ids ``[b, s]``. A document ends with ``eod_token``.
     ``others`` are Megatron-DeepSpeed's, with their defaults."""
-    check_arguments(
-        "get_ltor_masks_and_position_ids", others, "skip_mask", "prefix_indices", loss_on_targets_only=False
-    )
+    name = "get_ltor_masks_and_position_ids"
+    check_arguments(name, others, ARGUMENTS[name])
     masks = masks_and_positions(data, eod_token, reset_position_ids, reset_attention_mask, eod_mask_loss)
     if pad_mask_loss and pad_token is not None:
         masks[1][data == pad_token] = 0.0

@@ -27,8 +27,9 @@ from hexad.parallel.sharding import Declared, declared_parameters
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import tags
+from ..facade.foreign_names import check_arguments
 from . import parallel_state
-from .installed import check_arguments
+from .tables import ARGUMENTS
 
 _FOREIGN = "metadata.json"
 """A file of Megatron-Core's checkpoints."""
@@ -79,7 +80,7 @@ class ShardedTensor:
         Raises:
             HexadError: a dim that the tensor does not have, or a number that is not one of the parts.
         """
-        check_arguments("ShardedTensor", others, "", "flattened_range", allow_shape_mismatch=False)
+        check_arguments("ShardedTensor", others, ARGUMENTS["ShardedTensor"])
         sizes = [1] * prepend_axis_num + (list(data.shape) or [1])
         shape, offset = list(sizes), [0] * len(sizes)
         for dim, number, parts in rank_offsets:
@@ -212,9 +213,7 @@ def save(
         HexadError: the directory holds something else, the state holds what cannot be saved, or the sharded
             tensors that ranks write do not cover global ones exactly.
     """
-    names = "sharded_strategy common_strategy validate_access_integrity "
-    names += "preprocess_common_before_consistancy_check"
-    check_arguments("dist_checkpointing.save", others, names)
+    check_arguments("dist_checkpointing.save", others, ARGUMENTS["dist_checkpointing.save"])
     mesh, leaves = parallel_state.get_mesh(), _leaves(sharded_state_dict)
     directory = Path(checkpoint_dir).absolute()
     from_first(lambda: _check_free(directory), mesh.world)
@@ -322,8 +321,7 @@ def load(
     Raises:
         HexadError: there is no such checkpoint, or it lacks a tensor.
     """
-    names = "sharded_strategy common_strategy validate_access_integrity strict"
-    check_arguments("dist_checkpointing.load", others, names)
+    check_arguments("dist_checkpointing.load", others, ARGUMENTS["dist_checkpointing.load"])
     mesh, directory = parallel_state.get_mesh(), Path(checkpoint_dir)
     saved = from_first(lambda: _state(directory), mesh.world)
     values: dict[int, Tensor] = {}

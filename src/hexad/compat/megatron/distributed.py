@@ -23,9 +23,10 @@ from hexad.parallel.sharding import Declared, declared_parameters
 from hexad.parallel.tensor.embedding_inventory import TIE
 from hexad.topology.mesh import Mesh
 
+from ..facade.foreign_names import check_arguments
 from . import parallel_state
-from .installed import check_arguments
 from .settings import DistributedDataParallelConfig, check_reduction
+from .tables import ARGUMENTS
 
 _BUCKET = 40_000_000
 """Megatron-Core's default of a bucket's parameters."""
@@ -122,7 +123,7 @@ class DistributedDataParallel(Wrapper):
         self, config: Any, ddp_config: Any, module: nn.Module, disable_bucketing: bool = False, **others: Any
     ) -> None:
         super().__init__()
-        check_arguments("DistributedDataParallel", others, "pg_collection data_parallel_group param_indices")
+        check_arguments("DistributedDataParallel", others, ARGUMENTS["DistributedDataParallel"])
         if not isinstance(module, nn.Module) or isinstance(module, DistributedDataParallel):
             kind = "None" if module is None else f"a {type(module).__name__}"
             raise HexadError(f"DistributedDataParallel: found {kind}; pass a module that is not wrapped")

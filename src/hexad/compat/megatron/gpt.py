@@ -17,14 +17,15 @@ from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning import Resolved, resolve
 
+from ..facade.foreign_names import check_arguments
 from . import parallel_state
 from .arguments import naming_flags
 from .core_model import resolved_core_model
 from .dist_checkpointing import ShardedTensor, sharded_state_dict
 from .enums import AttnMaskType
 from .initialize import get_args, get_config, started
-from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from .tables import ARGUMENTS
 from .transformer import check_agrees, check_config, check_spec, core_transformer_config_from_args
 
 
@@ -157,9 +158,7 @@ class GPTModel(Transformer):
         vp_stage: int | None = None,
         **others: Any,
     ) -> None:
-        ignored, absent = "pg_collection", "logit_dtype mtp_block_spec seq_len_interpolation_factor"
-        only = {"num_tokentypes": 0, "scatter_embedding_sequence_parallel": True}
-        check_arguments("GPTModel", _without_flags(others), ignored, absent, **only)
+        check_arguments("GPTModel", _without_flags(others), ARGUMENTS["GPTModel"])
         check_spec(transformer_layer_spec)
         arguments = {
             "vocab_size": vocab_size,
@@ -261,9 +260,8 @@ class GPTModel(Transformer):
             HexadError: sequences of another shape, or longer than the learned positions; positions or a mask
                 that Hexad does not compute, which is checked in the first pass only.
         """
-        absent = "decoder_input extra_block_kwargs inference_context inference_params output_processor "
-        absent += "output_processor_context packed_seq_params padding_mask"
-        check_arguments("GPTModel", {"decoder_input": decoder_input, **others}, "loss_mask", absent)
+        arguments = {"decoder_input": decoder_input, **others}
+        check_arguments("GPTModel", arguments, ARGUMENTS["GPTModel.forward"])
         tokens = input_ids.contiguous()
         self._check(tokens, position_ids, attention_mask)
         result = self._result(tokens, position_ids, labels, runtime_gather_output)

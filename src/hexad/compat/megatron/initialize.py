@@ -23,10 +23,10 @@ from hexad.model.configuration import load_config
 from hexad.model.transformer import factored_mesh
 
 from ..facade import world
+from ..facade.foreign_names import check_arguments
 from . import ignored_flags, parallel_state
 from .arguments import ExtraArguments, Line, derive, naming_flags, parse, values_of_flags
-from .earlier import add_earlier
-from .installed import check_arguments
+from .tables import ARGUMENTS, add_earlier
 from .translate import Translation, translated
 
 
@@ -280,8 +280,7 @@ def initialize_megatron(
         HexadError: it has been called before.
     """
     global _parsed, _started
-    ignored = "get_embedding_ranks get_position_embedding_ranks skip_random_seed store"
-    check_arguments("initialize_megatron", others, ignored)
+    check_arguments("initialize_megatron", others, ARGUMENTS["initialize_megatron"])
     if _started is not None:
         raise HexadError("initialize_megatron: has been called before; call destroy_megatron first")
     settings = tuple(settings)

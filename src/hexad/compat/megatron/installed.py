@@ -1,12 +1,6 @@
 """The modules that scripts import from ``megatron``, of Megatron-Core and of older releases; the names and
 arguments that Hexad lacks."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from hexad.config import HexadError, did_you_mean
-
-from ..facade.absent import refused_argument
 from ..facade.names import read_names
 
 _MODULES = {
@@ -209,28 +203,3 @@ _TABLE = read_names(__package__, _INSTEAD, constants=_VERSIONS)
 MODULES, UNSUPPORTED, CONSTANTS = _TABLE.modules, _TABLE.unsupported, _TABLE.constants
 """Modules of Megatron-LM, Megatron-Core and Megatron-DeepSpeed; names below ``megatron`` -> what to do
 instead of using them, where this package lacks them; names of constants -> their values."""
-
-
-def check_arguments(
-    function: str, given: Mapping[str, Any], ignored: str, absent: str = "", **defaults: Any
-) -> None:
-    """Refuse arguments that Megatron-LM does not have, and values that Hexad has no equivalent for.
-
-    Args:
-        function: for messages.
-        given: its keyword arguments beside those of its signature.
-        ignored: names of those that have no effect here.
-        absent: names of those that are supported as None only.
-        defaults: by name, the only value of further ones that is supported beside None.
-
-    Raises:
-        UnknownArgument: an unknown argument.
-        HexadError: another value.
-    """
-    defaults |= dict.fromkeys(absent.split())
-    for name, value in given.items():
-        if name not in (known := {*defaults, *ignored.split()}):
-            raise refused_argument(function, name, did_you_mean(name, known))
-        if value is not None and name in defaults and value != defaults[name]:
-            shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
-            raise HexadError(f"{function}: found {name} {shown}; it is not supported: leave it out")

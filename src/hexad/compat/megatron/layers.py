@@ -20,10 +20,11 @@ from hexad.parallel.tensor import embedding
 from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec
 from hexad.parallel.tensor.linear import column_linear, row_linear
 
+from ..facade.foreign_names import check_arguments
 from . import parallel_state
-from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
 from .settings import ModelParallelConfig
+from .tables import ARGUMENTS
 
 Initialise = Callable[[Tensor], object]
 Output = tuple[Tensor, Tensor | None]
@@ -38,10 +39,7 @@ class _Layer(ShardedModule):
     weight: nn.Parameter
 
     def __init__(self, config: Any, group: dist.ProcessGroup | None, others: dict[str, Any]) -> None:
-        ignored = "keep_master_weight_for_test name pg_collection tp_comm_buffer_name"
-        absent = "embedding_activation_buffer grad_output_buffer output_dtype"
-        defaults = {"stride": 1, "is_expert": False, "disable_grad_reduce": False}
-        check_arguments(type(self).__name__, others, ignored, absent, **defaults)
+        check_arguments(type(self).__name__, others, ARGUMENTS["ParallelLinear"])
         super().__init__(_shard(self, config, group, getattr(config, "sequence_parallel", False)))
         self.config, self.group = config, group
 

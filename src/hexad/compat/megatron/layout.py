@@ -7,7 +7,7 @@ from typing import Any
 
 from hexad.config import ConfigError
 
-from .flags import flag_of
+from .tables import flag_of
 
 _CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p": "ulysses_ring"}
 """``--cp-comm-type`` -> ``parallel.context_method``."""

@@ -20,8 +20,9 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
+from ..facade.foreign_names import check_arguments
 from ..facade.installed import refused_name
-from .installed import check_arguments
+from .tables import ARGUMENTS
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
@@ -66,18 +67,7 @@ def initialize_model_parallel(
         ParallelStateError: ``torch.distributed`` or the mesh is not in the right state, or degrees do not fit
             the world.
     """
-    check_arguments(
-        "initialize_model_parallel",
-        others,
-        "create_all_gather_group create_gloo_process_groups get_embedding_ranks get_position_embedding_ranks "
-        "high_priority_stream_groups local_world_size nccl_communicator_config_path use_fp8 use_sharp "
-        "pipeline_model_parallel_comm_backend sharp_enabled_group",
-        "hierarchical_context_parallel_sizes pipeline_model_parallel_split_rank",
-        hybrid_context_parallel=False,
-        num_distributed_optimizer_instances=1,
-        **dict.fromkeys(("expert_gtp_remat_size", "gtp_remat_size"), 1),
-        rank_offset=0,
-    )
+    check_arguments("initialize_model_parallel", others, ARGUMENTS["initialize_model_parallel"])
     if not dist.is_initialized():
         raise ParallelStateError(
             "initialize_model_parallel: call torch.distributed.init_process_group before"

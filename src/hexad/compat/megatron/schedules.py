@@ -15,6 +15,7 @@ from hexad.parallel.pipeline.schedule import Schedule
 from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 
+from ..facade.foreign_names import check_arguments
 from . import parallel_state
 from .chunks import Chunks, ForwardStep, Step, compute_of
 from .datasets import iterators_of
@@ -22,8 +23,8 @@ from .distributed import DistributedDataParallel
 from .enums import ModelType
 from .gpt import GPTWorkload, resolved_model
 from .initialize import get_args
-from .installed import check_arguments
 from .settings import DistributedDataParallelConfig
+from .tables import ARGUMENTS
 
 
 def setup_model(model_provider: Callable[..., nn.Module], forward_step: ForwardStep | None = None) -> Engine:
@@ -78,7 +79,7 @@ def get_model(
         HexadError: a schedule whose stages are placed in another way than by 1F1B.
         ConfigError: flags that do not fit each other.
     """
-    check_arguments("get_model", others, "", "config pg_collection")
+    check_arguments("get_model", others, ARGUMENTS["get_model"])
     if model_type not in (None, ModelType.encoder_or_decoder):
         raise HexadError(f"get_model: found model type {model_type}; use ModelType.encoder_or_decoder")
     resolved, mesh = resolved_model(), parallel_state.get_mesh()
@@ -225,10 +226,7 @@ def forward_backward(
     Raises:
         HexadError: another ``model``, other shapes than those of the flags, or too few iterators.
     """
-    ignored = "decoder_seq_length first_val_step force_all_reduce p2p_communicator pg_collection"
-    check_arguments(
-        "forward_backward", others, ignored, "adjust_tensor_shapes_fn", collect_non_loss_data=False
-    )
+    check_arguments("forward_backward", others, ARGUMENTS["forward_backward"])
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     if not isinstance(model, Engine):
         chunks = Chunks.of(model)

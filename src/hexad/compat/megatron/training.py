@@ -21,6 +21,7 @@ from hexad.planning import Resolved
 from hexad.training.loop import Trainer
 from hexad.training.rundir import open_run_directory
 
+from ..facade.foreign_names import check_arguments
 from . import parallel_state
 from .arguments import ExtraArguments
 from .chunks import ForwardStep
@@ -43,8 +44,8 @@ from .initialize import (  # noqa: F401
     seed_generators,
     validate_args,
 )
-from .installed import check_arguments
 from .schedules import get_model, get_num_microbatches, setup_model  # noqa: F401
+from .tables import ARGUMENTS
 from .tensor_parallel import send_batch
 from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 
@@ -148,9 +149,7 @@ def train_script(
         raise HexadError(f"pretrain: found model type {kind}; use ModelType.encoder_or_decoder")
     if process_non_loss_data_func is not None:
         raise HexadError("pretrain: found functions for other data than losses; leave them out")
-    ignored = "get_embedding_ranks get_position_embedding_ranks inprocess_call_wrapper store"
-    absent = "non_loss_data_func p2p_communicator pg_collection"
-    check_arguments("pretrain", others, ignored, absent, skip_model_parallel_init=False)
+    check_arguments("pretrain", others, ARGUMENTS["pretrain"])
     defaults = {**(args_defaults or {}), **(external_args or {})}
     initialize_megatron(extra_args_provider, defaults, parsed_args=parsed_args)
     step = _ForwardStep(forward_step_func)

@@ -12,7 +12,6 @@ from torch.nn import functional
 from hexad.config import HexadError
 
 from ..facade.absent import MissingAttribute
-from .earlier import SETTINGS
 from .enums import (  # noqa: F401
     AttnBackend,
     AttnMaskType,
@@ -22,6 +21,7 @@ from .enums import (  # noqa: F401
     ModelType,
 )
 from .initialize import get_args
+from .tables import SETTINGS
 
 _COMPUTED: dict[str, Callable[[Any], Any]] = {
     "ffn_hidden_size": lambda config: 4 * config.hidden_size,
@@ -29,7 +29,10 @@ _COMPUTED: dict[str, Callable[[Any], Any]] = {
     "num_query_groups": lambda config: config.num_attention_heads,
 }
 """Settings that follow from others, unless they are given."""
-_DEFAULTS = {**SETTINGS, "activation_func": functional.gelu, "params_dtype": torch.float32}
+_DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()} | {
+    "activation_func": functional.gelu,
+    "params_dtype": torch.float32,
+}
 _Settings: Any = make_dataclass(
     "_Settings",
     [(name, Any, field(default=value)) for name, value in _DEFAULTS.items()],

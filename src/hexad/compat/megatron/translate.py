@@ -14,8 +14,8 @@ from hexad.config import ConfigError
 from ..facade.extensions import extension
 from .arguments import Line, batch_settings, derive, parse
 from .data import Files, data_settings
-from .flags import flag_of
 from .layout import layout_settings
+from .tables import flag_of
 
 
 def model_settings(arguments: Namespace) -> dict[str, Any]:

@@ -11,27 +11,13 @@ from torch.nn import functional
 
 from hexad.config import HexadError
 
-from ..megatron.earlier import SETTINGS
-from ..megatron.flags import FLAGS
-
-_OF_NEMO = {
-    "data_step_fn": None,
-    "disable_parameter_transpose_cache": False,
-    "forward_step_fn": None,
-    "fp16_lm_cross_entropy": False,
-    "generation_config": None,
-    "parallel_output": True,
-    "scatter_embedding_sequence_parallel": True,
-    "seq_len_interpolation_factor": None,
-    "should_pad_vocab": False,
-    "tp_comm_overlap_cfg": None,
-}
-"""Settings of NeMo's class beside those of Megatron-Core's -> defaults."""
-FURTHER = {name: value for name, value in (SETTINGS | _OF_NEMO).items() if not name.startswith("_")}
-"""Settings of Megatron-Core's and NeMo's classes -> defaults."""
+from ..facade.foreign_names import shown_value
+from ..megatron.tables import FLAGS, meaning_of
+from .tables import SETTINGS
 
 _Further: Any = make_dataclass(
-    "_Further", [(name, Any, field(default=value, kw_only=True)) for name, value in FURTHER.items()]
+    "_Further",
+    [(name, Any, field(default=setting.default, kw_only=True)) for name, setting in SETTINGS.items()],
 )
 
 
@@ -115,30 +101,8 @@ class GPTConfig(_Further):
     tp_comm_overlap: bool = False
 
 
-_OTHER_FLAGS = {
-    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-}
-"""Settings that are not called like the attribute of their flag."""
-
 _OF_GPT = frozenset(GPTConfig.__annotations__)
 """The settings that :class:`GPTConfig` names."""
-
-_NO_EFFECT = frozenset(
-    """
-    autocast_dtype batch_p2p_comm batch_p2p_sync cpu_offloading_activations cpu_offloading_double_buffering
-    cpu_offloading_weights cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
-    disable_parameter_transpose_cache enable_autocast expert_gtp_weight_remat_size fused_single_qkv_rope
-    generation_config gtp_weight_remat_size hetereogenous_dist_checkpoint memory_efficient_layer_norm
-    moe_ncclep_static_shape num_microbatches_with_partial_activation_checkpoints parallel_output
-    pipeline_dtype scatter_embedding_sequence_parallel should_pad_vocab timers tp_comm_atomic_ag
-    tp_comm_atomic_rs tp_comm_overlap_cfg tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
-    tp_only_amax_red use_te_rng_tracker
-    """.split()
-)
-"""Settings without flag that only concern speed or memory, or that a trainer sets."""
 
 
 def further_settings(config: GPTConfig) -> dict[str, Any]:
@@ -147,17 +111,14 @@ def further_settings(config: GPTConfig) -> dict[str, Any]:
     Raises:
         HexadError: a setting that is not supported, or has no flag and would change the numbers.
     """
-    flags = {flag.attribute: flag for flag in FLAGS.values()}
     attributes: dict[str, Any] = {}
-    for name, default in FURTHER.items():
-        value = getattr(config, name)
-        if name in _OF_GPT or name in _NO_EFFECT or value == default:
+    for name, setting in SETTINGS.items():
+        value, meaning = getattr(config, name), meaning_of(setting)
+        if name in _OF_GPT or value == setting.default:
             continue
-        attribute = _OTHER_FLAGS.get(name, name)
-        flag = flags.get(attribute)
-        if flag is None or (flag.effect == "refused" and value != flag.default):
-            shown = repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
-            raise HexadError(f"GPTConfig.{name}: found {shown}; it is not supported: leave it out")
-        if flag.effect == "sets":
-            attributes[attribute] = value
+        flag = FLAGS.get(setting.target)
+        if meaning.effect == "refused" and (flag is None or value != flag.default):
+            raise HexadError(f"GPTConfig.{name}: {meaning.problem(shown_value(value))}")
+        if meaning.effect == "becomes" and flag is not None:
+            attributes[flag.attribute] = value
     return attributes

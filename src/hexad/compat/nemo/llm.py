@@ -22,7 +22,7 @@ from hexad.planning import resolve
 from hexad.topology.layout import Layout
 
 from ..facade import world
-from ..megatron.installed import check_arguments
+from ..facade.foreign_names import check_arguments
 from . import models as peft
 from .data import ChatDataModule, FineTuningDataModule, MockDataModule, PreTrainingDataModule
 from .experiment import AutoResume, NeMoLogger, Trainer
@@ -31,6 +31,7 @@ from .models import GPTConfig, GPTModel, LoRA
 from .optim import OptimizerModule
 from .places import models_directory
 from .recipe import weights_of
+from .tables import ARGUMENTS
 from .tokenizers import AutoTokenizer, TokenizerSpec
 
 __all__ = [
@@ -271,9 +272,7 @@ def generate(
     Raises:
         HexadError: the model or a prompt cannot be used.
     """
-    ignored = "params_dtype inference_batch_times_seqlen_threshold enable_flash_decode"
-    absent = "encoder_prompts input_dataset output_path"
-    check_arguments("generate", others, ignored, absent, add_BOS=False)
+    check_arguments("generate", others, ARGUMENTS["generate"])
     for name in ("return_log_probs", "num_tokens_total", "top_n_logprobs"):
         if value := getattr(inference_params, name, None):
             raise HexadError(f"generate: found inference_params.{name}={value!r}; it is not supported")

@@ -15,39 +15,21 @@ from torch import Tensor
 from hexad.config import Config, HexadError
 from hexad.model.configuration import load_config
 
+from ..facade.foreign_names import check_arguments
 from ..lightning.data import batches_done
 from ..lightning.module import EngineModule
 from ..lightning.strategy import HexadStrategy
 from ..lightning.training import format_settings
 from ..megatron import parallel_state
 from ..megatron.initialize import seed_generators
-from ..megatron.installed import check_arguments
 from ..megatron.settings import DistributedDataParallelConfig, check_reduction
 from .hooks import HookedModule, has_hooks
 from .optim import MegatronOptimizerModule
 from .sampler import MegatronDataSampler
+from .tables import ARGUMENTS
 
 _SHARDED = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """``data_parallel_sharding_strategy``, by level of ZeRO."""
-_WITHOUT_EFFECT = """
-pipeline_model_parallel_comm_backend find_unused_parameters
-ckpt_load_main_params lazy_init pipeline_dtype use_te_rng_tracker use_sharp save_ckpt_format ckpt_async_save
-ckpt_torch_dist_multiproc ckpt_assume_constant_structure ckpt_parallel_save ckpt_parallel_save_within_dp
-ckpt_parallel_load ckpt_parallel_save_optim ckpt_load_directly_on_device ckpt_load_strictness
-setup_optimizers replace_progress_bar progress_interval megatron_log_level nccl_communicator_config_path
-use_gloo_process_groups gradient_as_bucket_view enable_nemo_ckpt_io gradient_accumulation_fusion
-ckpt_type ckpt_include_optimizer static_graph store_optimizer_states
-"""
-_ONLY = {
-    "moe_extended_tp": False,
-    "expert_tensor_parallel_size": 1,
-    "encoder_tensor_model_parallel_size": 0,
-    "encoder_pipeline_model_parallel_size": 0,
-    "ckpt_load_optimizer": True,
-    "ckpt_save_optimizer": True,
-    "init_model_parallel": True,
-}
-"""Arguments of which one value is supported."""
 
 
 class MegatronStrategy(HexadStrategy):
@@ -112,7 +94,7 @@ class MegatronStrategy(HexadStrategy):
         timeout: timedelta = timedelta(minutes=30),
         **others: Any,
     ) -> None:
-        check_arguments("MegatronStrategy", others, _WITHOUT_EFFECT, "checkpoint_io", **_ONLY)
+        check_arguments("MegatronStrategy", others, ARGUMENTS["MegatronStrategy"])
         if not isinstance(ddp, DistributedDataParallelConfig) and ddp not in ("megatron", "pytorch"):
             raise HexadError(
                 f"MegatronStrategy: found ddp={ddp!r}, expected megatron, pytorch or a "
@@ -378,13 +360,7 @@ class MegatronMixedPrecision(Precision):
         fp16_hysteresis: int = 2,
         **others: Any,
     ) -> None:
-        ignored = "params_dtype pipeline_dtype autocast_dtype autocast_enabled fp8_recipe fp8_margin "
-        ignored += "fp8_amax_history_len fp8_amax_compute_algo fp8_params fp8_param_gather fp4_recipe "
-        ignored += "reuse_grad_buf_for_mxfp8_param_ag num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
-        only = dict.fromkeys(
-            ("first_last_layers_bf16", "fp8_dot_product_attention", "fp8_multi_head_attention"), False
-        )
-        check_arguments("MegatronMixedPrecision", others, ignored, "fp4", **only)
+        check_arguments("MegatronMixedPrecision", others, ARGUMENTS["MegatronMixedPrecision"])
         names = {"bf16": "bf16", "16": "fp16", "fp16": "fp16", "32": "fp32", "fp32": "fp32"}
         dtype = names.get(str(precision).removesuffix("-mixed").removesuffix("-true"))
         if dtype is None or (fp8 is not None and (fp8 != "hybrid" or dtype != "bf16")):

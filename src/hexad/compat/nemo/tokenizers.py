@@ -11,11 +11,9 @@ from typing import Any
 from hexad.config import HexadError, one_line
 from hexad.dataset.text.tokenizer import Tokenizer, load_tokenizer
 
+from ..facade.foreign_names import check_arguments
 from ..megatron.data import write_gpt2_tokenizer
-from ..megatron.installed import check_arguments
-
-_SPECIAL = "special_tokens mask_token bos_token eos_token pad_token sep_token cls_token unk_token"
-"""Arguments that change the ids of a text; a tokenizer's files say them."""
+from .tables import ARGUMENTS
 
 
 class TokenizerSpec:
@@ -77,9 +75,7 @@ class AutoTokenizer(TokenizerSpec):
     def __init__(
         self, pretrained_model_name: str, *, chat_template: str | None = None, **others: Any
     ) -> None:
-        only: dict[str, Any] = {"include_special_tokens": False, "additional_special_tokens": []}
-        absent = f"{_SPECIAL} vocab_file merges_file"
-        check_arguments("AutoTokenizer", others, "use_fast trust_remote_code", absent, **only)
+        check_arguments("AutoTokenizer", others, ARGUMENTS["AutoTokenizer"])
         name = str(pretrained_model_name)
         known = Path(name).exists() or name == "byte" or name.startswith("hf:")
         super().__init__(
@@ -118,8 +114,7 @@ class SentencePieceTokenizer(TokenizerSpec):
     """
 
     def __init__(self, model_path: str, **others: Any) -> None:
-        ignored = "legacy ignore_extra_whitespaces trim_spm_separator_after_special_token spm_separator"
-        check_arguments("SentencePieceTokenizer", others, ignored, "special_tokens chat_template")
+        check_arguments("SentencePieceTokenizer", others, ARGUMENTS["SentencePieceTokenizer"])
         super().__init__({"tokenizer_type": "GPTSentencePieceTokenizer", "tokenizer_model": str(model_path)})
 
 
@@ -178,9 +173,7 @@ def get_nmt_tokenizer(
     Raises:
         HexadError: another library or argument, or no file.
     """
-    only = {"bpe_dropout": 0.0, "r2l": False}
-    absent = "special_tokens delimiter"
-    check_arguments("get_nmt_tokenizer", others, "use_fast legacy trust_remote_code", absent, **only)
+    check_arguments("get_nmt_tokenizer", others, ARGUMENTS["get_nmt_tokenizer"])
     if library == "huggingface" and model_name:
         return AutoTokenizer(model_name, chat_template=chat_template)
     if chat_template is not None:

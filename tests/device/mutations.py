@@ -182,6 +182,7 @@ WAITS = {
     "compat/deepspeed/pipe_engine.py:signatures": "deepspeed, pipeline, zero 3",
     "compat/deepspeed/zero.py:_adopt": "changed after saves, zero 1",
     "compat/megatron/parallel_state.py:_same_number_of_groups": "megatron, layers in an engine",
+    "engine/engine.py:on_all_stages": "deepspeed, pipeline, zero 3",
     "engine/engine.py:evaluate": "saved and resumed, zero 1",
     "engine/engine.py:_finish_step": "zb_v, data 2, zero 2",
     "engine/forms.py:_pass_on": "deepspeed, pipeline, zero 3",

@@ -178,6 +178,12 @@ class Engine(State):
             self.gatherer.settle()
         return self._executor(len(microbatches), training=False).run(self.workload.tasks(microbatches))
 
+    def on_all_stages(self, total: Tensor | None) -> Tensor:
+        """What :meth:`accumulate` or :meth:`total_loss` returned on the rank of the last stage, on all
+        pipeline ranks: float64; all of them call this together."""
+        loss = torch.zeros((), dtype=torch.float64, device=self.mesh.device) if total is None else total
+        return all_reduce(loss, self.mesh.pipeline)
+
     def reduce(self) -> None:
         """Wait until gradients are summed over data and context ranks, and sum those that are partial.
 

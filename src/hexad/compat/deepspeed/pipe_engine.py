@@ -117,10 +117,9 @@ class PipelineEngine(DeepSpeedEngine):
         return self._mean(total, count)
 
     def _mean(self, total: Tensor | None, count: int) -> Tensor:
-        mesh = self._engine.mesh
-        loss = torch.zeros((), dtype=torch.float64, device=self.device) if total is None else total
-        loss = all_reduce(all_reduce(loss, mesh.data), mesh.pipeline)
-        return (loss / (count * mesh.data.size)).float()
+        data = self._engine.mesh.data
+        loss = all_reduce(self._engine.on_all_stages(total), data)
+        return (loss / (count * data.size)).float()
 
     # Data
 

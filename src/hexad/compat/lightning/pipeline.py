@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from hexad.comm import all_reduce
 from hexad.config import HexadError
 from hexad.conversion.pipeline import pipelined_layers
 from hexad.engine.engine import Engine
@@ -119,7 +117,7 @@ class PipelineModule(EngineModule):
         engine.begin(len(pieces))
         total = engine.accumulate(pieces, 1 / engine.mesh.data.size)
         engine.reduce()
-        return self._everywhere(total)
+        return engine.on_all_stages(total)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """The loss of a batch, without gradients; ``val_loss`` is logged, the mean over all samples."""
@@ -140,13 +138,7 @@ class PipelineModule(EngineModule):
         count = 1 if engine.config.parallel.zero == 3 else self.microbatches
         with self.evaluation_mode():
             total = engine.total_loss(self._pieces(batch, count))
-        return self._everywhere(total), _samples(batch)
-
-    def _everywhere(self, total: Tensor | None) -> Tensor:
-        """A sum of the last stage's rank on all pipeline ranks."""
-        mesh = self._made().mesh
-        known = torch.zeros((), dtype=torch.float64, device=mesh.device) if total is None else total
-        return all_reduce(known, mesh.pipeline)
+        return engine.on_all_stages(total), _samples(batch)
 
     def _pieces(self, batch: Any, most: int) -> list[Piece]:
         """A batch's microbatches."""

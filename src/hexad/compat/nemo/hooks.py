@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from hexad.comm import all_reduce
 from hexad.config import Config, HexadError
 from hexad.engine.engine import Engine
 from hexad.engine.faults import StepResult
@@ -197,16 +196,18 @@ class HookedModule(EngineModule):
 
     def _everywhere(self, reduced: Any) -> Tensor:
         """A scalar of the last stage's rank, or of its dictionary, on all pipeline ranks; float64."""
-        mesh = self._made().mesh
+        engine = self._made()
         if isinstance(reduced, Mapping) and "loss" not in reduced:
             raise HexadError(
                 f"{self._kind}_loss_reduction.reduce: found {', '.join(map(str, reduced))}; return a "
                 "scalar, or a dictionary with loss"
             )
         value = reduced["loss"] if isinstance(reduced, Mapping) else reduced
-        known = 0.0 if value is None else value.detach() if isinstance(value, Tensor) else value
-        total = torch.as_tensor(known, dtype=torch.float64, device=mesh.device).reshape(())
-        return all_reduce(total.clone(), mesh.pipeline)
+        if value is None:
+            return engine.on_all_stages(None)
+        value = value.detach() if isinstance(value, Tensor) else value
+        total = torch.as_tensor(value, dtype=torch.float64, device=engine.mesh.device).reshape(())
+        return engine.on_all_stages(total.clone())
 
 
 def has_hooks(module: object) -> bool:

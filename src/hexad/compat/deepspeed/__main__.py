@@ -10,19 +10,12 @@ from typing import Any, NoReturn
 
 from hexad.launching.environment import environment
 
+from ..facade.foreign_names import read_foreign_names
 from ..facade.installed import run_script
 from . import install
 
-_UNUSED = ("--no_ssh", "--no_ssh_check", "--force_multi", "--bind_cores_to_rank", "-q", "--quiet")
-_HOSTS = "start this command on every host, with --num_nodes, --node_rank and --master_addr, or use SLURM"
-_REFUSED = {
-    ("-H", "--hostfile"): _HOSTS,
-    ("-e", "--exclude"): "use --include",
-    ("--no_python",): "SCRIPT is run by Python",
-    ("--launcher",): _HOSTS,
-    ("--autotuning",): "use hexad show memory and the plan of hexad train --dry-run",
-    ("--elastic_training",): "use torchrun --nnodes MIN:MAX",
-}
+_ABSENT = read_foreign_names(__package__, "launcher_options.txt", "--")[""]
+"""Options that this command does not have."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,10 +27,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Refuse(argparse.Action):
-    """An option that is not supported."""
+    """An option that is not supported; ``fix`` says what to do instead."""
+
+    def __init__(self, fix: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.fix = fix
 
     def __call__(self, parser: argparse.ArgumentParser, _: Any, __: Any, name: str | None = None) -> None:
-        parser.error(f"{name}: not supported; {_REFUSED[tuple(self.option_strings)]}")
+        parser.error(f"{name}: not supported; {self.fix}")
 
 
 def _devices(include: str) -> list[str]:
@@ -65,10 +62,12 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("-i", "--include", type=_devices, default=[], help="GPUs of this host: localhost:0,1")
     add("--module", action="store_true", help="SCRIPT is a module's name")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
-    for name in _UNUSED:
-        add(name, action="store_true", help=argparse.SUPPRESS)
-    for names in _REFUSED:
-        add(*names, nargs="?", action=_Refuse, help=argparse.SUPPRESS)
+    for option in _ABSENT:
+        names = (option.name, *option.aliases)
+        if option.effect == "none":
+            add(*names, action="store_true", help=argparse.SUPPRESS)
+        else:
+            add(*names, nargs="?", action=_Refuse, fix=option.note, help=argparse.SUPPRESS)
     add("script", help="the script, or module")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, WeightAveraging
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -28,6 +29,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..facade import world
+from ..facade.foreign_names import read_foreign_names
 from . import checkpoints
 from .data import batches_done, resumable, unrepeated
 from .module import WORDS, ConfiguredOptimizer, EngineModule, HexadModule, has_engine
@@ -35,13 +37,11 @@ from .pipeline import PipelineModule
 from .precision import adapted, adapted_class
 from .training import ModuleTraining, engine_settings, send_buffers
 
-_REFUSED: dict[type[Callback], str] = {
-    BaseFinetuning: "adds parameters to the optimizer during a fit",
-    ModelPruning: "replaces parameters",
-    WeightAveraging: "keeps a second model",
+_REFUSED = {
+    getattr(lightning_callbacks, row.name): row.note
+    for row in read_foreign_names(__package__, "callbacks.txt")[""]
 }
 """Callbacks that need parameters or optimizers of their own, and why."""
-
 
 _BETWEEN_STEPS = (
     "optimizer_step",

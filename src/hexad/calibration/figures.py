@@ -1,4 +1,4 @@
-"""What is measured on a host, as plain numbers. No torch."""
+"""Figures measured on a host, as plain numbers. No torch."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class Figures:
     collectives: list[CollectiveFigure] = field(default_factory=list)
 
     def as_tree(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The figures as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Figures:
-        """What :meth:`as_tree` returned."""
+        """Figures from what :meth:`as_tree` returned."""
         return cls(
             tree["copies"],
             [ProductFigure(**values) for values in tree["products"]],

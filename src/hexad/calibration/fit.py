@@ -119,7 +119,7 @@ def _products(hardware: Hardware, dtype: Format, figures: Sequence[ProductFigure
 
 
 def _middle_ratio(pairs: Sequence[tuple[float, float]]) -> float:
-    """What makes as many seconds too long as too short."""
+    """The ratio that predicts as many seconds too long as too short."""
     half, total = sum(seconds for _, seconds in pairs) / 2, 0.0
     for ratio, seconds in sorted((predicted / seconds, seconds) for predicted, seconds in pairs):
         total += seconds
@@ -169,7 +169,7 @@ def _attended(kernels: KernelTimes, figure: AttentionFigure) -> float:
 
 
 def _memory(hardware: Hardware, figures: Sequence[StepFigure]) -> MemoryConstants:
-    """What steps take besides products and attention, as time per byte and per operator."""
+    """Time of steps besides products and attention, as time per byte and per operator."""
     formats = sorted({figure.dtype for figure in figures}, reverse=True)
     rows, updates = [], []
     for figure in figures:

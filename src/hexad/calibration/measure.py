@@ -1,4 +1,4 @@
-"""What a CPU rank measures of itself: operators inside Hexad's own steps, whole steps, and collectives."""
+"""Measurements of a CPU rank: operators inside Hexad's own steps, whole steps, and collectives."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _total(kernels: dict[Any, tuple[float, int]]) -> float:
 
 
 def _middle(runs: list[Any]) -> dict[Any, tuple[float, int]]:
-    """By shape: the median seconds of a call, and the calls of a step."""
+    """Median seconds of a call, and calls per step, by shape."""
     return {
         shape: (median(seconds for run in runs for seconds in run[shape]), len(runs[0][shape]))
         for shape in runs[0]

@@ -269,7 +269,7 @@ def _device_of(path: Path) -> int | None:
 
 
 class _Written(NamedTuple):
-    """What ranks have written: their files, the shapes of the tensors that they hold, the first error."""
+    """Files that ranks have written, the shapes of the tensors that they hold, the first error."""
 
     files: Index
     held: dict[str, tuple[int, ...]]

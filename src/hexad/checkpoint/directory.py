@@ -43,7 +43,7 @@ class CheckpointDirectory:
         return [(step, path) for step, _, path in sorted(named) if not self._is_stray(path)]
 
     def strays(self) -> list[Path]:
-        """What has the name of a checkpoint, but is none."""
+        """Files and directories that are named like checkpoints but are none."""
         paths = self.path.iterdir() if os.path.isdir(self.path) else ()
         return sorted(path for path in paths if STEP_NAME.fullmatch(path.name) and self._is_stray(path))
 
@@ -69,7 +69,7 @@ class CheckpointDirectory:
         return checkpoints[-1][1] if checkpoints else None
 
     def condition(self) -> str:
-        """What is left of earlier checkpoints after one could not be written, according to manifests and
+        """A report of the earlier checkpoints left after one could not be written, according to manifests and
         sizes."""
         try:
             paths = [path for _, path in self.complete()]
@@ -199,7 +199,7 @@ def write_manifest(
 def origin_of(
     reason: str, torch: str, world: int = 1, layout: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Where a checkpoint that is being written comes from, for its manifest; ``torch``: its version."""
+    """The origin of a checkpoint that is being written, for its manifest; ``torch``: its version."""
     return {
         "world": world,
         "layout": dict(layout or {}),

@@ -1,4 +1,4 @@
-"""Where values lie in a checkpoint's files, as arrays: what ranks merge on saving, a manifest stores, and
+"""The places of values in a checkpoint's files, as arrays: what ranks merge on saving, a manifest stores, and
 ranks select on loading.
 
 A large run has millions of rectangles; as Python objects they would take minutes and tens of gigabytes on the
@@ -26,7 +26,7 @@ from hexad.parallel.rectangle import Rectangle
 Rows = NDArray[np.int64]
 
 _BITS = re.compile(r"\d+")
-"""In the name of a format, such as ``float8_e4m3fn``."""
+"""The number of bits in the name of a format, such as ``float8_e4m3fn``."""
 _MOST_DIMS, _MOST_BYTES = 16, 1 << 60
 """Dims of a tensor at most: the check that rectangles cover it takes twice as long for each more."""
 _PLACE = 4

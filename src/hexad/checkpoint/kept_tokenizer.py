@@ -39,9 +39,9 @@ from .index import FileRecord
 log = logging.getLogger("hexad")
 
 FOLDER = "tokenizer"
-"""Of the copy, in a run directory and in a checkpoint."""
+"""Directory of the tokenizer's copy, in a run directory and in a checkpoint."""
 MODEL = "model"
-"""Of the files of the model that a run started from, in :data:`FOLDER`."""
+"""Directory, inside :data:`FOLDER`, of files of the model that a run started from."""
 _ORIGIN = ".origin"
 """Beside the run's copy: the paths it stands for."""
 _NAMING = (*TOKEN_FILES, "chat_template.jinja")

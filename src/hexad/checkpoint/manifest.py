@@ -22,7 +22,7 @@ from hexad.config import HexadError
 from .index import FileRecord, GlobalTensor, Index
 
 FORMATS = (2, 3)
-"""Those that are read; the last is written. In format 2 a file was written by one rank."""
+"""Formats that are read; the last is written. In format 2 a file was written by one rank."""
 MANIFEST_FILE = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 """Names of complete checkpoints in a run; one that is being replaced counts until its successor exists."""

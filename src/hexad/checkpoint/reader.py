@@ -251,8 +251,9 @@ listings of directories for up to 60 by default (acdirmax)."""
 
 
 def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path | None:
-    """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
-    could choose by old listings of a network file system. ``where`` it looks is for messages.
+    """The checkpoint that the first rank chooses, returned when every rank sees it. If ranks of other hosts
+    chose for themselves, they could use old listings of a network file system. ``where`` names the searched
+    place in messages.
 
     Raises:
         AgreedError: what ``choose`` raises, or a rank does not see what was found.

@@ -44,7 +44,8 @@ def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
 
 
 def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
-    """As :func:`merged`, in the background. The axis's channel is used by nothing else meanwhile."""
+    """Merge the values of all ranks (:func:`merged`) in the background. Nothing else may use the axis's
+    channel meanwhile."""
     result: Future[T] = Future()
 
     def work() -> None:
@@ -62,7 +63,8 @@ def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
 
 
 def gathered(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
-    """As :func:`merged`, on the first rank only; None on the others, which do not wait for it."""
+    """Merge the values of all ranks (:func:`merged`) on the first rank; None on the others, which do not
+    wait."""
     if _single(axis):
         return value
     tree = _tree(axis)
@@ -84,7 +86,7 @@ def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
 
 
 def from_first(action: Callable[[], T], axis: Axis) -> T:
-    """What an action returns on the first rank, where alone it is done.
+    """Run an action on the first rank only, and return its result on all.
 
     Raises:
         AgreedError: the user's error that the action raised, on every rank alike.
@@ -110,7 +112,7 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
 def scattered(
     value: V | None, axis: Axis, need: N, merge: Callable[[N, N], N], select: Callable[[V, N], V]
 ) -> V:
-    """What this rank needs of a value of the first rank: ``select(value, need)``.
+    """Scatter the part of the first rank's value that this rank needs: ``select(value, need)``.
 
     No rank but the first has all of it, others pass None: a rank receives what those below it in the tree
     need. ``merge`` makes one of two needs, ``select`` takes the part of a value, or of a part that contains
@@ -180,8 +182,8 @@ def first_difference(value: object, axis: Axis) -> tuple[Any, int, Any] | None:
 
 
 def identical(what: str, value: object, axis: Axis) -> None:
-    """See that all ranks have the same value. The message names ``what``; of a tree of dictionaries the leaf
-    that differs is named, with ``settings`` without a prefix.
+    """Check that all ranks have the same value. The message names ``what``; of a tree of dictionaries the
+    leaf that differs is named, with ``settings`` without a prefix.
 
     Raises:
         AgreedError: they do not; names two ranks and what they have.
@@ -218,7 +220,7 @@ def _tree(axis: Axis) -> Tree:
 
 
 def _gathered(tree: Tree, value: T, merge: Callable[[T, T], T]) -> T:
-    """What this rank and those below it in the tree have; passed on upwards."""
+    """The merged values of this rank and of those below it in the tree; sent to the parent."""
     for level in tree.levels:
         if level.place:
             _send(tree, level, [0], pickle.dumps(value))
@@ -229,7 +231,7 @@ def _gathered(tree: Tree, value: T, merge: Callable[[T, T], T]) -> T:
 
 
 def _spread(tree: Tree, value: T) -> T:
-    """What the first rank of the world has; passed on downwards."""
+    """The value of the first rank; sent on to the ranks below."""
     content = b""
     for level in reversed(tree.levels):
         if level.place:
@@ -252,7 +254,7 @@ def _send(tree: Tree, level: Level, places: Any, content: bytes) -> None:
 
 
 def _receive(tree: Tree, level: Level, places: Any) -> list[bytes]:
-    """What the ranks at some places have sent, in their order."""
+    """The messages of the ranks at some places, in their order."""
 
     def start(place: int, size: int) -> tuple[Tensor, Any]:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")

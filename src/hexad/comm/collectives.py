@@ -99,8 +99,7 @@ def _start(
 
 
 class _Returned:
-    """What torch's ``Work`` is, of a call that no other rank takes part in; what is sent lives until it is
-    waited for."""
+    """A completed ``Work`` for a call without other ranks; keeps the inputs alive until it is waited for."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = inputs
@@ -109,7 +108,7 @@ class _Returned:
         """No-op."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
 
@@ -178,7 +177,7 @@ def _alone(tensor: Tensor, out: Tensor | None) -> Pending:
 
 
 def all_gather(tensor: Tensor, axis: Axis) -> Tensor:
-    """As :func:`all_gather_async`, waited for."""
+    """Run :func:`all_gather_async` and wait for it."""
     return all_gather_async(tensor, axis).wait()
 
 
@@ -257,12 +256,12 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`all_to_all_async`, waited for."""
+    """Run :func:`all_to_all_async` and wait for it."""
     return all_to_all_async(tensor, axis, send, receive, out).wait()
 
 
 def reduce_scatter(tensor: Tensor, axis: Axis) -> Tensor:
-    """As :func:`reduce_scatter_async`, waited for."""
+    """Run :func:`reduce_scatter_async` and wait for it."""
     return reduce_scatter_async(tensor, axis).wait()
 
 
@@ -326,7 +325,7 @@ def on_stream(operation: str, axis: Axis, sent: int, action: Callable[[], T]) ->
 
 
 class _OnStream:
-    """What torch's ``Work`` is, of kernels on the current stream."""
+    """A ``Work`` for kernels on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None

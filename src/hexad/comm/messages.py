@@ -19,7 +19,7 @@ _HEAD = 1024
 """Bytes of a message; what is longer follows in a second one."""
 _LENGTH = 8
 _TAG = 1 << 16
-"""Of these messages, which share process groups with others."""
+"""Tag of these messages, which share process groups with others."""
 _PATIENCE = timedelta(days=365)
 _PENDING = 64
 """Messages under way, after which the sender waits for the oldest."""

@@ -38,7 +38,7 @@ class Streams:
         return nullcontext()
 
     def join(self, name: str) -> None:
-        """What the current stream is asked for from now on is done after what is on the stream ``name``."""
+        """Let later work of the current stream wait for the work on the stream ``name``."""
 
     def mark(self) -> Callable[[], object]:
         """Mark what the current stream has been asked for; returns how the host waits until it is done."""
@@ -137,7 +137,7 @@ class CudaStreams(Streams):
 
 
 class _WithoutValues(Streams):
-    """Those of ``meta``, which stands for a GPU: nothing is computed, and nothing waited for."""
+    """The streams of ``meta``, which stands for a GPU: nothing is computed, and nothing waited for."""
 
     apart = True
 

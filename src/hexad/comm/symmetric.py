@@ -139,7 +139,7 @@ def _viewed(memory: Tensor, like: Tensor, rows: int) -> Tensor:
 
 
 def missing() -> str | None:
-    """What the exchanges lack in this process; None where they can be made."""
+    """The requirement of the exchanges that this process does not meet, in words; None if it meets all."""
     if torch.version.hip:
         return "a PyTorch for CUDA"
     from torch.distributed import _symmetric_memory

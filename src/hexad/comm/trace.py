@@ -1,4 +1,4 @@
-"""What a rank's collectives are doing, for a thread that watches them."""
+"""The state of a rank's collectives, for a thread that watches them."""
 
 import time
 from collections.abc import Callable
@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 class CallKind(NamedTuple):
-    """The names of an axis's calls of one operation: in messages, in profiles, and of their queue. Calls of
-    one queue are completed in the order in which they were started."""
+    """Names of one operation on an axis: in messages, in profiles, and of its queue. Calls of one queue are
+    completed in the order in which they were started."""
 
     what: str
     label: str
@@ -43,7 +43,7 @@ class _Enqueued:
 
 @dataclass(eq=False)
 class Trace:
-    """What this rank's collectives are doing, for a thread that watches them.
+    """The state of this rank's collectives, for a thread that watches them.
 
     To wait for a collective of a GPU (NCCL) only makes a stream wait: it returns before the collective is
     completed, and so does the next one's. ``is_completed()`` of torch's ``Work`` tells; :meth:`unfinished`

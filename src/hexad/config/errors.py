@@ -41,7 +41,7 @@ class HexadError(Exception):
         return text
 
     def worded(self, word: Callable[[str], str]) -> Self:
-        """The same error in the words of an interface; ``word`` gives that of a name, or the name itself."""
+        """This error in the words of an interface; ``word`` gives that of a name, or the name itself."""
         error = copy(self)
         error.args = (worded(self.args[0], word), *self.args[1:])
         return error
@@ -75,7 +75,7 @@ class ConfigError(HexadError):
         self.problem = problem
 
     def worded(self, word: Callable[[str], str]) -> ConfigError:
-        """The same error in the words of an interface, its field too."""
+        """This error in the words of an interface, its field too."""
         error = copy(self)
         error.field, error.problem = word(self.field), worded(self.problem, word)
         error.args = (worded(self.args[0], word),)

@@ -7,7 +7,7 @@ from functools import cache
 from .errors import HexadError, one_line
 
 PREFIX = "hf:"
-"""What names of published models, and directories in their format, begin with."""
+"""Prefix of names of published models, and of directories in their format."""
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken")

@@ -1,4 +1,4 @@
-"""From YAML and ``a.b=value`` overrides to a checked :class:`Config`."""
+"""Load a checked :class:`Config` from YAML and ``a.b=value`` overrides."""
 
 import os
 import re
@@ -297,13 +297,13 @@ class Wording:
         return ConfigError(name, f"found {self.written(given)}, expected {expected}{hint}")
 
     def group(self, field: str, model: type[BaseModel]) -> str:
-        """What to write where a group of settings is expected."""
+        """Text for an error where a group of settings is expected."""
         group = _group(_annotation(model, field))
         some = f" such as {', '.join(key_names(group)[:3])}" if group else ""
         return f"settings{some}; to keep the defaults, leave out the line"
 
     def expectation(self, kind: str, message: str) -> str:
-        """What pydantic expects, by the type of its error and its message."""
+        """Text for what pydantic expects, by the type of its error and its message."""
         message = message.removeprefix("Input should be ").removeprefix("Value error, ")
         if "exceeded maximum size" in message:
             return "a smaller number"

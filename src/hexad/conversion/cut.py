@@ -25,7 +25,7 @@ from .stages import Loss, Split, call, divided, loss_of
 
 @dataclass
 class _Here:
-    """What a stage computes with, while it runs.
+    """The state of a running stage that its modules read.
 
     Attributes:
         last: the stage is the last one.
@@ -45,7 +45,7 @@ class _Reached(Exception):
 
 
 class _Stub(nn.Module):
-    """In the place of a module that another stage has; its plain attributes are here."""
+    """Stands in for a module that another stage has; its plain attributes are here."""
 
     def __init__(self, module: nn.Module, here: _Here) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class _Stub(nn.Module):
 
 
 class _Before(_Stub):
-    """In the place of a module before the layers: its result is used by nothing but layers, the first of
-    which takes something else."""
+    """Stands in for a module before the layers: its result is used by nothing but layers, the first of which
+    takes something else."""
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """NaN like what crosses the stages' boundaries: what used it would be wrong."""
@@ -65,15 +65,15 @@ class _Before(_Stub):
 
 
 class _Skipped(_Stub):
-    """In the place of an earlier stage's layer."""
+    """Stands in for an earlier stage's layer."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What it is given: the stage's first layer takes something else."""
+        """The input, unchanged: the stage's first layer takes something else."""
         return hidden_states
 
 
 class _End(_Stub):
-    """In the place of what follows the stage's layers."""
+    """Stands in for the modules that follow the stage's layers."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Stop the forward pass.
@@ -216,8 +216,8 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _passed(stage: nn.Module, here: _Here, loss: Loss | None, batch: Any, message: Tensor | None) -> Tensor:
-    """What a stage makes of a microbatch and the result of the stage before: the result of its layers, or in
-    the last one the loss."""
+    """Run a stage on a microbatch and the result of the stage before; returns the result of its layers, or in
+    the last stage the loss."""
     here.message = message
     try:
         output = call(stage, batch)

@@ -24,7 +24,7 @@ from hexad.parallel.tensor import regions
 from hexad.topology.mesh import Axis, Mesh
 
 ATTRIBUTES = ("shard", "declarations", "mesh", "inputs", "gathers", "splits", "second")
-"""What divided modules have besides their own."""
+"""Attributes that sharded modules have in addition to their original ones."""
 
 
 class Converted(ShardedModule):
@@ -40,7 +40,7 @@ class Converted(ShardedModule):
     inputs: SharedInput
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As any module's. In a plain loop the gradients are summed of which each tensor rank has a part."""
+        """Call the module. In a plain loop, also sum the gradients of which each tensor rank has a part."""
         for name, declaration in self.declarations.items():
             parameter = self._parameters[name] if declaration.weights[0].partial else None
             if parameter is not None and parameter.requires_grad and not hasattr(parameter, "sums_gradient"):

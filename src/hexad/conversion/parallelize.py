@@ -120,7 +120,7 @@ def _own_plan(module: nn.Module) -> Mapping[str, str]:
 
 
 def _entries(module: nn.Module, plan: Mapping[str, str] | None) -> list[Entry]:
-    """What a plan, or the model's own, says of each module and parameter that it names."""
+    """The entries of a plan, or of the model's own plan, one for each module and parameter that it names."""
     if not (plan is None or isinstance(plan, Mapping)):
         raise HexadError(
             f"plan: found {plan!r}, expected a mapping of names to styles, or None for the model's"
@@ -137,7 +137,7 @@ def _entries(module: nn.Module, plan: Mapping[str, str] | None) -> list[Entry]:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is done to a model's modules, all of it checked.
+    """The checked changes to a model's modules.
 
     Attributes:
         module: the model.
@@ -186,7 +186,7 @@ class _Work:
         return work._tried() if work.ranks > 1 else work
 
     def _tried(self) -> _Work:
-        """With what follows from a pass without values.
+        """These changes with the attributes and trials that a pass without values determines.
 
         Raises:
             HexadError: a rank would not compute its part of what one process computes.
@@ -203,7 +203,7 @@ class _Work:
         return replace(self, attributes=attributes, trials=later)
 
     def _trial(self, path: str) -> Trial:
-        """That of a module inside the model, or of the model (an empty path)."""
+        """The trial of a module inside the model, or of the model (an empty path)."""
         top, prefix = self.module.get_submodule(path), f"{path}." if path else ""
         chosen = [
             Entry(entry.name.removeprefix(prefix), entry.style)

@@ -77,7 +77,7 @@ class PipelinedModel:
         return Engine(workload, self.mesh, training=training, optimizer=optimizer, initialise=False)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of this rank's stages, each once."""
+        """The parameters of this rank's stages, each once."""
         return list(dict.fromkeys(p for stage in self.stages.values() for p in stage.parameters()))
 
     def train(self, mode: bool = True) -> None:
@@ -160,7 +160,7 @@ def pipelined_layers(
     virtual_stages: int,
     split: Split,
 ) -> PipelinedModel:
-    """As :func:`pipeline`, of the layers themselves, each of which takes what the one before returns.
+    """Divide a list of layers into stages (:func:`pipeline`); each layer takes the result of the one before.
 
     Args:
         layers: the same on all ranks; those of other ranks give up their memory.
@@ -186,7 +186,7 @@ def pipelined_layers(
 
 
 def _compute(passed: Mapping[nn.Module, Callable[[Any, Any], Any]]) -> Compute:
-    """What a stage computes of a microbatch and of what the stage before passed on."""
+    """Run a stage on a microbatch and the result of the stage before."""
     return lambda stage, batch, inputs, _: passed[stage](batch, inputs)
 
 

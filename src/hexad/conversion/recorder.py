@@ -84,7 +84,7 @@ class OperationRecorder(TorchDispatchMode):
         return self.place == len(self.calls)
 
     def expected(self) -> str:
-        """What the undivided model computes next."""
+        """The next operation of the undivided model."""
         call = None if self.complete else self.calls[self.place]
         return (
             "" if call is None else f", expected shape {list(call.results[0])} of {call.name} or a part of it"
@@ -247,7 +247,7 @@ class _Tried:
     path: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the layer computes, compared by :meth:`OperationRecorder.layer`."""
+        """Run the layer, and compare its result by :meth:`OperationRecorder.layer`."""
         compute = partial(super().forward, *args, **kwargs)  # type: ignore[misc]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         return self.recorder.layer(self.path, compute, inputs)
@@ -272,7 +272,7 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class LayerStyles:
-    """What a plan says of a module's layers.
+    """The styles that a plan gives to a module's layers.
 
     Attributes:
         styles: by path, those of :data:`LAYERS`.

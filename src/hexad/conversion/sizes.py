@@ -1,4 +1,4 @@
-"""What an operation makes of tensors of which each rank has a part: arithmetic with shapes, no torch.
+"""The results of operations on sharded tensors: arithmetic with shapes, no torch.
 
 A dim is divided in a number of *parts*: equal runs, each of which is divided over the ranks in order. There
 is one after a column-parallel layer, two after a packed one. A dim is divided if its size is not that of the
@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 Parts = Mapping[int, int]
 """Divided dim -> its parts."""
 Gradient = Literal["none", "whole", "summed"]
-"""Of a tensor that all ranks have: it needs none; each rank must compute all of it; each must compute a part,
-and the parts are summed."""
+"""Gradient of a tensor that all ranks have: it needs none; each rank must compute all of it; each must
+compute a part, and the parts are summed."""
 
 
 class Misfit(Exception):
@@ -62,7 +62,7 @@ class Operation:
     ranks: int
 
     def results(self) -> list[Operand]:
-        """What it returns.
+        """The shapes and divided dims of its results.
 
         Raises:
             Misfit: a rank's result is no part of that of one process.
@@ -190,7 +190,7 @@ def _dims(operation: Operation, count: int) -> set[int]:
 
 
 def _view(operation: Operation, number: int) -> Parts:
-    """The same elements in the same order."""
+    """Divided dims of a result that has the same elements in the same order."""
     (operand,) = operation.operands
     (whole, local), parts = operation.shapes[number], {}
     for before, after in _groups(operand.whole, whole):
@@ -287,7 +287,7 @@ def _cut(operation: Operation, number: int) -> Parts:
 
 
 def _start(operation: Operation, number: int, dim: int, side: int) -> int:
-    """Where a run begins, on one process or on a rank."""
+    """The first index of a run, on one process or on a rank."""
     arguments = (operation.whole, operation.local)[side]
     size = (operation.operands[0].whole, operation.operands[0].local)[side][dim]
     if operation.name in ("slice", "select"):
@@ -365,7 +365,7 @@ def _indexed(operation: Operation, number: int) -> Parts:
 
 
 def _filled(operation: Operation, number: int) -> Parts:
-    """The same value everywhere, or random ones."""
+    """Divided dims of a result filled with one value or with random numbers."""
     whole, local = operation.shapes[number]
     like = next((o.parts for o in operation.operands if (o.whole, o.local) == (whole, local)), None)
     return dict.fromkeys(divided_dims(whole, local, operation.ranks), 1) if like is None else like
@@ -390,4 +390,4 @@ RULES: dict[str, Rule] = {
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
 }
-"""Of operations that are neither pointwise nor along dims."""
+"""Rules of operations that are neither pointwise nor along dims."""

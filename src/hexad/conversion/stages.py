@@ -33,7 +33,7 @@ class LayerStage(nn.Module):
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module], numbers: range) -> LayerStage:
-        """Some of the layers of a list, as ``layers.NUMBER``."""
+        """A stage of some layers of a list, named ``layers.NUMBER``."""
         stage = cls(numbers)
         stage.functions += [layers[number] for number in numbers]
         stage.layers = nn.ModuleDict({str(number): layers[number] for number in numbers})

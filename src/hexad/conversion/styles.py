@@ -49,7 +49,7 @@ EXPERTS = frozenset(
 
 @dataclass(frozen=True)
 class Entry:
-    """What a plan says of one module or parameter.
+    """The style that a plan gives to one module or parameter.
 
     Attributes:
         name: its path in the model.
@@ -61,7 +61,7 @@ class Entry:
 
 
 def entries(plan: Mapping[str, str], names: Iterable[str], strict: bool) -> list[Entry]:
-    """What a plan says of every module and parameter that it names.
+    """The entries of a plan, one for every module and parameter that it names.
 
     Args:
         plan: pattern -> style. In a pattern ``*`` stands for one part of a name between dots, ``**`` for any

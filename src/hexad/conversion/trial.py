@@ -121,7 +121,7 @@ class Trial:
                 yield {key: value for name in chosen for key, value in numbers[name].items()}
 
     def _divided_sizes(self) -> dict[str, set[int]]:
-        """By the path of a module: the sizes of its layers' divided dims."""
+        """Sizes of the divided dims of a module's layers, by the module's path."""
         sizes: dict[str, set[int]] = {}
         for path, style in self._plan.styles.items():
             layer = self._module.get_submodule(path)
@@ -131,7 +131,7 @@ class Trial:
         return sizes
 
     def _calls(self, arguments: Arguments) -> list[RecordedOperation] | Exception:
-        """What the undivided module computes; an error if it cannot be called so."""
+        """The operations of the undivided module; an error if it cannot be called so."""
         recorder = OperationRecorder(self._plan)
         try:
             self._run(_on_meta(self._module), recorder, arguments)
@@ -327,7 +327,7 @@ class _Fakes:
         self._fakes: dict[int, tuple[Any, Any]] = {}
 
     def of(self, value: Any) -> Any:
-        """That of a tensor; anything else as it is."""
+        """The fake of a tensor; any other value unchanged."""
         if not isinstance(value, Tensor):
             return value
         if id(value) not in self._fakes:

@@ -91,11 +91,12 @@ def check_targets(data: Sequence[IndexedDataset]) -> None:
 
 
 Identity = Sequence[str]
-"""Of a data set: its :func:`~.sidecar.identity`, and its tokens' checksum (empty if it is not recorded)."""
+"""Identity of a data set: its :func:`~.sidecar.identity`, and its tokens' checksum (empty if it is not
+recorded)."""
 
 
 def identities(prefixes: Iterable[str]) -> dict[str, Identity]:
-    """What identifies data sets that :func:`open_built` has opened, by absolute prefix, in JSON's types.
+    """Identities of the data sets that :func:`open_built` has opened, by absolute prefix, in JSON's types.
 
     Raises:
         HexadError: one cannot be read.

@@ -124,7 +124,7 @@ def acquire(file: IO[Any], seconds: float) -> bool | None:
 
 
 def lock(file: TextIO, seconds: float) -> bool | None:
-    """As :func:`acquire`, of a file for that purpose: the holder writes its name into it."""
+    """Acquire (:func:`acquire`) a lock file, into which the holder writes its name."""
     locked = acquire(file, seconds)
     if locked:
         file.truncate(0)
@@ -172,7 +172,7 @@ def _is_open(path: Path, file: IO[Any]) -> bool:
 
 
 def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], None], seconds: float) -> T:
-    """What ``read`` returns of a file that one process per file system writes while the others wait.
+    """Write a file in one process per file system while the others wait, and return what ``read`` returns.
 
     The system releases the lock of a process that dies, and the next one writes. On file systems without
     locks each process writes. ``read`` returns None while the file is missing or incomplete; ``write``

@@ -33,8 +33,8 @@ def mask_path(prefix: str | Path) -> Path:
 
 
 class TokenMask:
-    """Which tokens of a dataset are trained, and how many; memory mapped. The mask must belong to a dataset
-    of so many ``tokens``, with these ``files``, index and tokens.
+    """The mask of a dataset's trained tokens, and their number; memory mapped. The mask must belong to a
+    dataset of so many ``tokens``, with these ``files``, index and tokens.
 
     Raises:
         HexadError: it cannot be read, is of another format, truncated, or of other data.
@@ -75,7 +75,7 @@ class TokenMask:
         return any(self.at(np.arange(start, min(start + _CHUNK, tokens))).any() for start in starts)
 
     def after(self, position: int) -> TokenMask:
-        """The same mask of the tokens from a position on, which are then counted from 0."""
+        """This mask from a position on; the tokens there are counted from 0."""
         mask = copy(self)
         mask._first += position
         return mask

@@ -22,7 +22,7 @@ _PRIME = (1 << 61) - 1
 
 
 class Counts(NamedTuple):
-    """What a step has, over all ranks.
+    """Counts of a step over all ranks.
 
     Attributes:
         targets: positions that have a target.
@@ -97,8 +97,8 @@ class Counting:
     def counted_apart(
         self, microbatches: Sequence[Microbatch], equal: bool
     ) -> tuple[list[Microbatch], Counts]:
-        """As :meth:`counted`, of microbatches that are evaluated, on the host; what was announced stays so.
-        All ranks must have ``equal`` numbers of them, or may have different ones."""
+        """The parts and counts of microbatches that are evaluated (:meth:`counted`), on the host; announced
+        ones stay announced. All ranks must have ``equal`` numbers of them, or may have different ones."""
         self.settle()
         _, parts, counts = self._start(microbatches)
         return parts, self._result(counts, equal)
@@ -112,8 +112,8 @@ class Counting:
         return self._start(microbatches)
 
     def _start(self, microbatches: Sequence[Microbatch]) -> _StartedCount:
-        """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
-        the hosts: the device is not waited for."""
+        """Start counting what all ranks have, and return this rank's part of its microbatches. It runs on the
+        hosts and does not wait for the device."""
         number = len(microbatches) if isinstance(microbatches, Sized) else 0
         parts: list[Microbatch] = []
         try:
@@ -131,7 +131,7 @@ class Counting:
         return _StartedCount(microbatches, parts, merging(counts, self._background, Counts.plus))
 
     def _result(self, counting: Future[Counts], equal: bool) -> Counts:
-        """What :meth:`_start` has counted, the same on all ranks.
+        """The counts that :meth:`_start` began, the same on all ranks.
 
         Raises:
             HexadError: any rank's microbatches are wrong, or have ids outside the vocabulary; tensor, context
@@ -168,7 +168,7 @@ class Counting:
         return int.from_bytes(digest, "little") * (others if first else -1) % _PRIME
 
     def part(self, microbatch: Microbatch) -> Microbatch:
-        """What this rank holds of a microbatch, which is given whole or as the loader divides it.
+        """This rank's part of a microbatch, which is complete or already divided by the loader.
 
         Raises:
             HexadError: tensors of other shapes or formats, document offsets that do not fit, experts that the
@@ -206,7 +206,7 @@ class Counting:
             )
 
     def _problem(self, microbatch: Microbatch) -> str | None:
-        """What is wrong with the ids of a microbatch."""
+        """A text that names what is wrong with the ids of a microbatch; None if nothing is."""
         for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
             low, high = (int(x) for x in ids.aminmax())
             if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):

@@ -236,7 +236,7 @@ class Engine(State):
     def _update(
         self, rates: LearningRates | None, veto: Pending | None, divisor: float, further: Tensor | None = None
     ) -> tuple[float, bool, list[float]]:
-        """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
+        """Run :meth:`update`; returns the result of :meth:`BucketOptimizer.step`."""
         self._reduced = False
         scale = self.scaler.scale * divisor
         norm, updated, numbers = self.optimizer.step(rates, scale, self.gatherer.publish, veto, further)
@@ -337,7 +337,7 @@ class Engine(State):
         return learning_rates(config.optimizer, config.lr_schedule, self._length, step)
 
     def _fault(self, norm: float, updated: bool) -> Fault | None:
-        """What is wrong with a step, given its gradient norm."""
+        """The fault of a step with this gradient norm."""
         if math.isfinite(norm):
             return None if updated else "spike"
         return "not_finite" if self.scaler.exhausted else None
@@ -366,7 +366,7 @@ class Engine(State):
     # Progress
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""
+        """Progress that a checkpoint keeps beside :meth:`chunks`, in JSON's types."""
         return {
             "step": self.step,
             "updates": self.updates,
@@ -392,7 +392,8 @@ class Engine(State):
         self.workload.restore(progress)
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
-        """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""
+        """Restore the state (:meth:`restored`), but continue with the data from ``samples`` on; faults since
+        then still count."""
         streak = self.guard.streak
         self.restored(progress)
         self.guard.streak, self.samples = streak, samples
@@ -405,7 +406,7 @@ class Engine(State):
         return max((executor.peak_activations for executor in self._executors.values()), default=0)
 
     def recorded(self) -> tuple[float, list[tuple[float, float]]]:
-        """When the last recorded step began, in seconds since the epoch, and (start, end) of each of this
+        """The start of the last recorded step, in seconds since the epoch, and (start, end) of each of this
         rank's actions, in seconds since then."""
         assert self._recorded is not None, "no step was recorded"
         return self._recorded

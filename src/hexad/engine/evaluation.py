@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Score:
-    """What a model makes of a data set.
+    """The loss of a model on a data set.
 
     Attributes:
         loss_sum: of all tokens with a target, in nats.
@@ -119,7 +119,7 @@ class ValidationSets:
 
     @property
     def names(self) -> list[str]:
-        """Of the data sets."""
+        """Names of the data sets."""
         return list(self._loaders)
 
     def batches(self, name: str, most: int | None = None) -> Iterator[list[Microbatch]]:

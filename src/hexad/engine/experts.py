@@ -18,7 +18,7 @@ from hexad.model.routing_inventory import BESIDE_LOADS
 
 @dataclass(frozen=True)
 class LayerLoad:
-    """What one layer's experts did in a step, over all ranks.
+    """The load of one layer's experts in a step, over all ranks.
 
     Attributes:
         tokens: of each expert, whether or not they were dropped.
@@ -120,7 +120,7 @@ class ExpertLoads:
         return reports
 
     def state(self) -> list[list[float]] | None:
-        """What a checkpoint holds, in JSON's types; None if nothing follows from it."""
+        """State for a checkpoint, in JSON's types; None if nothing depends on it."""
         return self.shares.tolist() if self.settings.balance == "step" else None
 
     def restore(self, shares: Sequence[Sequence[float]] | None) -> None:
@@ -131,4 +131,4 @@ class ExpertLoads:
 
 
 Reports = Mapping[int, LayerLoad]
-"""By the layer's number."""
+"""Loads by the layer's number."""

@@ -18,7 +18,7 @@ Fault = Literal["not_finite", "spike"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         step: its number, counted from 1.

@@ -1,4 +1,4 @@
-"""What crosses the boundaries of users' pipeline stages: one tensor, or several and None, in one message.
+"""Values sent between users' pipeline stages: one tensor, or several and None, in one message.
 
 Which ones is found by a forward pass without side effects, once for every new shape of a microbatch.
 """
@@ -160,7 +160,7 @@ class FormedBatch(NamedTuple):
 
 
 def signature(batch: Any) -> object:
-    """What a microbatch's shapes follow from: shapes and formats of its tensors, also of those in
+    """The facts that determine a microbatch's shapes: shapes and formats of its tensors, also of those in
     dataclasses, and the kinds of others."""
     values, structure = pytree.tree_flatten(batch)
     return tuple(_kind(value) for value in values), str(structure)

@@ -62,7 +62,7 @@ class LanguageWork(Work):
 
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
-    """Which shard of every layer this rank holds for training, and how."""
+    """The shard of every layer that this rank holds for training."""
     dtype = config.precision.dtype
     shard = make_shard(config.parallel, mesh, DTYPES[dtype])
     return replace(
@@ -211,7 +211,7 @@ class LanguageModel(Workload):
         )
 
     def divisor(self, targets: int) -> int:
-        """What losses are divided by before the backward pass.
+        """The number by which losses are divided before the backward pass.
 
         That is the global number of targets. In fp16 it is a microbatch's number of tokens, and gradients are
         divided by the rest in float32: a small probability over millions of targets would underflow.
@@ -262,7 +262,7 @@ class LanguageModel(Workload):
             self.loads.adopt(self._counts(sums, self.loads), stages.values())
 
     def _counts(self, sums: Tensor, loads: ExpertLoads) -> Tensor:
-        """What layers counted, in the sums of :meth:`start_summing`."""
+        """The counts of layers, from the sums of :meth:`start_summing`."""
         return loads.shaped(sums[1 + len(self.losses) :])
 
     def report(self, sums: Sequence[float], work: Work) -> dict[str, Any]:
@@ -278,8 +278,8 @@ class LanguageModel(Workload):
     # Evaluation
 
     def prepare_evaluation(self, microbatches: Sequence[Microbatch]) -> Work:
-        """What this rank evaluates, with its own targets; all ranks together. In ZeRO 3, which gathers
-        weights for each microbatch, and where experts are divided, all ranks have as many.
+        """The tasks that this rank evaluates, with their targets; all ranks together. In ZeRO 3, which
+        gathers weights for each microbatch, and where experts are divided, all ranks have as many.
 
         Raises:
             HexadError: as :meth:`Counting.counted`.

@@ -25,7 +25,7 @@ Loss = Callable[["Outputs", Microbatch], Tensor]
 
 
 class Outputs:
-    """What the last stage has computed of a microbatch.
+    """Outputs of the last stage for a microbatch.
 
     Args:
         stage: the last one.

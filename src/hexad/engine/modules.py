@@ -1,5 +1,5 @@
-"""What all ranks know of an engine's modules: grids, ties, names, the number format that all devices compute,
-and the values of plain modules that no optimizer updates.
+"""Facts that all ranks know of an engine's modules: grids, ties, names, the number format that all devices
+compute, and the values of plain modules that no optimizer updates.
 
 Plain modules are replicated over all ranks of their stage. Parameters and buffers begin with the values of
 the first of these ranks; checkpoints hold them (buffers, if they are persistent). During training, buffers
@@ -41,8 +41,8 @@ def with_common_dtype(config: Config, mesh: Mesh) -> Config:
 
 
 def dtype_line(given: Config, resolved: Config, mesh: Mesh) -> str | None:
-    """What a run says of its format at the start: what ``auto`` became, or that this rank's device computes
-    16 bits in software; None where there is nothing to say."""
+    """The line that reports a run's format at the start: the value of ``auto``, or that this rank's device
+    computes 16 bits in software; None where there is nothing to say."""
     dtype, device = resolved.precision.dtype, device_name(mesh.device)
     if given.precision.dtype == "auto":
         if dtype == "bf16":
@@ -79,7 +79,7 @@ class Untrained:
 
 
 class Tie(NamedTuple):
-    """What a user's parameter has in common with those of other stages.
+    """The tie of a user's parameter to those of other stages.
 
     Attributes:
         name: of what they have in common.
@@ -100,7 +100,7 @@ Entries = list[tuple[str, str]]
 
 
 class Facts(NamedTuple):
-    """What stages hold that all ranks must know.
+    """Facts about all stages that every rank must know.
 
     Attributes:
         grids: of their weights.
@@ -119,7 +119,8 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class Modules:
-    """What a rank's stages hold, and what it must know of other ranks' to make the same process groups.
+    """The modules of a rank's stages, and the facts about other ranks' that it needs to create the same
+    process groups.
 
     Attributes:
         held: this rank's parameters that are updated, and declared ones that are frozen, each with the number
@@ -217,7 +218,8 @@ class Modules:
             self.broadcast((declared.parameter for declared in held), ties[name])
 
     def broadcast_untrained(self, dtype: torch.dtype) -> None:
-        """As :meth:`broadcast`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
+        """Broadcast what is not trained (:meth:`broadcast`); frozen parameters are given the model's
+        ``dtype``, buffers keep theirs."""
         for tensor in (value.tensor for value in self.untrained):
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)

@@ -19,7 +19,7 @@ from .engine import Engine
 from .losses import Outputs
 
 _LOGITS = 1 << 27
-"""Of a rank that exist at a time, about; more where one sequence has more."""
+"""Logits of a rank that exist at a time, about; more where one sequence has more."""
 
 
 class Scorer:
@@ -117,7 +117,7 @@ def beyond_positions(tokens: int, positions: int) -> str | None:
 
 
 def check_sequence(ids: Sequence[int], name: str, vocab: int, positions: int | None) -> None:
-    """See whether a sequence can be scored.
+    """Check that a sequence can be scored.
 
     Args:
         ids: of its tokens.

@@ -1,4 +1,4 @@
-"""What a rank holds of the modules it trains: buckets, gradients and optimizer state, its weights, and the
+"""The state of the modules that a rank trains: buckets, gradients and optimizer state, its weights, and the
 host's free memory, returned to the system when it has grown."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class State:
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world)
 
     def _known(self) -> Facts | None:
-        """What is known of other ranks' stages, where these do not exist (a dry run)."""
+        """Facts about other ranks' stages, where these do not exist (a dry run)."""
         return None
 
     def _rule(self, optimizer: Any) -> Rule:
@@ -187,7 +187,7 @@ class State:
         return self._weights(buckets) + self.modules.chunks()
 
     def published(self) -> list[tuple[Rectangle, Tensor]]:
-        """What this rank holds of the weights that the modules compute with, as views: complete ones of its
+        """This rank's weights in the form that the modules compute with, as views: complete ones of its
         stages, or in ZeRO 3 its shard of these, which may be in the format of the master values."""
         self.gatherer.settle()
         return [
@@ -283,7 +283,7 @@ class State:
         }
 
     def _of_divided(self, exclude_frozen: bool, keeps: bool) -> dict[str, Tensor]:
-        """As :meth:`state_dict`, of divided modules, which gather what tensor ranks hold by themselves."""
+        """The state dict of sharded modules, which gather the shards of the tensor ranks themselves."""
         frozen = {
             name
             for stage in self.stages.values()

@@ -1,4 +1,4 @@
-"""What an engine trains: a rank's pipeline stages, and what is special about a step of them.
+"""The workload of an engine: a rank's pipeline stages, and what is special about a step of them.
 
 A :class:`Workload` is everything that :class:`~hexad.engine.engine.Engine` does not decide: how microbatches
 are prepared, what a stage computes, what crosses its boundary, what is reported, and the manners of another
@@ -25,7 +25,7 @@ from .forms import FormedBatch, Forms, signature
 from .modules import Ties, with_common_dtype
 
 Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
-"""What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
+"""A stage's computation, given the stage, a microbatch, what the stage before computed of it (None on the
 first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
 scalar."""
 
@@ -34,7 +34,7 @@ Boundary = Callable[[Any, int], Tensor]
 
 
 class Manners(NamedTuple):
-    """What other systems do differently in an update.
+    """Differences of other systems in an update.
 
     Attributes:
         clip_epsilon: added to the norm that ``optimizer.clip`` is divided by.
@@ -55,7 +55,7 @@ USUAL = Manners()
 
 @dataclass(frozen=True)
 class Work:
-    """What a rank computes in one training step.
+    """The work of a rank in one training step.
 
     Attributes:
         tasks: what stages compute, by microbatch of the data rank, in order.
@@ -109,7 +109,7 @@ class Workload:
         raise NotImplementedError
 
     def compute(self, stage: nn.Module, task: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
-        """What a stage computes of a task; see :data:`Compute`."""
+        """Run a stage on a task; see :data:`Compute`."""
         raise NotImplementedError
 
     def boundary(self, task: Any, stage: int) -> Tensor:
@@ -119,8 +119,7 @@ class Workload:
     # Passes
 
     def tasks(self, microbatches: Sequence[Any]) -> Sequence[Any]:
-        """What stages compute of these microbatches, in order, before a schedule runs them; all ranks
-        together."""
+        """The tasks of these microbatches, in order, before a schedule runs them; all ranks together."""
         return list(microbatches)
 
     # A training step
@@ -173,7 +172,7 @@ class Workload:
     # Evaluation
 
     def prepare_evaluation(self, microbatches: Sequence[Any]) -> Work:
-        """What this rank evaluates; all ranks together."""
+        """The tasks that this rank evaluates; all ranks together."""
         raise NotImplementedError
 
     def evaluated(self, total: Tensor | None, work: Work) -> Tensor:
@@ -189,7 +188,7 @@ class Workload:
     # Progress
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the state, in JSON's types."""
+        """Progress that a checkpoint keeps beside the state, in JSON's types."""
         return {}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
@@ -248,7 +247,7 @@ class ModuleWorkload(Workload):
         return self._forms.formed(microbatches, self.signatures(microbatches))
 
     def signatures(self, microbatches: Sequence[Any]) -> list[object]:
-        """What each microbatch's shapes follow from, the same on all pipeline ranks."""
+        """The facts that determine each microbatch's shapes, the same on all pipeline ranks."""
         return [signature(microbatch) for microbatch in microbatches]
 
     def compute(self, stage: nn.Module, task: Any, inputs: Tensor | None, scale: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the ranks of a replica compute in one forward pass. No torch."""
+"""The tokens that the ranks of a replica compute in one forward pass. No torch."""
 
 from typing import NamedTuple
 

@@ -154,7 +154,7 @@ class BlockPool:
             self._claims[self._claims == table.claim] = 0
 
     def runs(self, table: BlockTable, tokens: int) -> tuple[SlotRun, ...]:
-        """Where the keys of the first ``tokens`` are, but for those of dropped blocks; the last of them is in
+        """Slots of the keys of the first ``tokens``, without those of dropped blocks; the last of them is in
         the last block."""
         runs = [SlotRun(first * self.size, count * self.size) for first, count in table.neighbours]
         unused = (table.dropped + len(table.blocks)) * self.size - tokens

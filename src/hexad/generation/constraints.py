@@ -24,7 +24,7 @@ _MOST_ITEMS = 10_000
 
 
 class GrammarConstraint:
-    """Which tokens may follow in one text: a :class:`~hexad.generation.sampler.Constraint`."""
+    """Selects the tokens that may follow in one text: a :class:`~hexad.generation.sampler.Constraint`."""
 
     def __init__(self, compiled: Future[Any], vocab: int, end: int) -> None:
         self._compiled, self._vocab, self._end = compiled, vocab, end

@@ -1,5 +1,5 @@
-"""What texts conform to, in the language of the ``llguidance`` package: JSON schemas, regular expressions,
-choices. No torch, and not the package."""
+"""The forms to which texts conform, in the language of the ``llguidance`` package: JSON schemas, regular
+expressions, choices. No torch, and not the package."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class LatentMemory:
         return heads.joined(out[0].transpose(0, 1))
 
     def _exactly(self, q: Tensor, queries: Queries, heads: LatentHeads, kernel: AttentionKernel) -> Tensor:
-        """As :meth:`_expanded`, in exact arithmetic; of one token too."""
+        """Attention of one or several tokens in exact arithmetic, over keys and values of all heads."""
         limit = queries.end if kernel.window is None else kernel.window
         begin = max(queries.origin, queries.position + 1 - limit)
         kept = on_grid(*heads.expanded(self._gathered(slots_of(queries, begin))))

@@ -65,7 +65,7 @@ class Queries(NamedTuple):
         return self.position + self.tokens
 
     def keys(self, begin: int, end: int) -> list[SlotRun]:
-        """Where the keys of positions from ``begin`` to ``end`` are."""
+        """Slots of the keys of positions from ``begin`` to ``end``."""
         runs, at = [], self.origin
         for slot, tokens in self.runs:
             low, high = max(begin, at), min(end, at + tokens)
@@ -77,7 +77,7 @@ class Queries(NamedTuple):
 
 @dataclass(eq=False)
 class Arrangement:
-    """Where the tokens of a batch and the keys that they attend to are, the same for all layers.
+    """The slots of a batch's tokens and of the keys that they attend to, the same for all layers.
 
     Attributes:
         slots: int64 ``[tokens of the batch]``: where the keys of each go.
@@ -389,7 +389,7 @@ class ExactMemory(KeyValueMemory):
 
 
 def slots_of(queries: Queries, begin: int) -> NDArray[np.int64]:
-    """Where the keys of positions from ``begin`` on are."""
+    """Slots of the keys of positions from ``begin`` on."""
     runs = queries.keys(begin, queries.end)
     return np.concatenate([np.arange(slot, slot + tokens, dtype=np.int64) for slot, tokens in runs])
 

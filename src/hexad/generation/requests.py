@@ -1,4 +1,4 @@
-"""What a generator receives and returns: requests and updates. No torch."""
+"""Requests to a generator, and the updates that it returns. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Ending = Literal["document", "stop", "length", "failed"]
-"""What ends a text: a token that ends a document or an answer, a text to stop at, or the number of tokens; or
-a failure, such as logits that are not finite, with which no text is completed."""
+"""The cause of a text's end: a token that ends a document or an answer, a text to stop at, or the number of
+tokens; or a failure, such as logits that are not finite, with which no text is completed."""
 
 
 def streams(seed: int, samples: Sequence[int], prompt: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ from .sequence import Sequence
 
 
 class Constraint(Protocol):
-    """Which tokens may follow in a text of a given form."""
+    """Selects the tokens that may follow in a text of a given form."""
 
     def allowed(self, device: torch.device) -> Tensor | None:
         """bool ``[vocab]``; None if that cannot be said."""

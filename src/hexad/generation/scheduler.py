@@ -1,5 +1,5 @@
-"""Which tokens are computed next: continuous batching (Yu et al., Orca, OSDI 2022) with prompts in chunks
-between the tokens of others (Agrawal et al., Sarathi-Serve, arXiv 2403.02310). No torch.
+"""Selects the tokens that are computed next: continuous batching (Yu et al., Orca, OSDI 2022) with prompts in
+chunks between the tokens of others (Agrawal et al., Sarathi-Serve, arXiv 2403.02310). No torch.
 
 Sequences join and leave at every batch. A batch has one token of each running sequence, then as much of the
 prompts that are not complete, in their order, as its budget of tokens allows. Where no block of the cache

@@ -58,7 +58,7 @@ class TextStream:
         return self._passed() + self._cut(len(self._held))
 
     def _passed(self) -> str:
-        """What cannot become part of a text to stop at."""
+        """The text that cannot become part of a text to stop at."""
         if self.stopped:
             return ""
         if places := [place for stop in self._stop if (place := self._place(stop)) is not None]:
@@ -70,7 +70,7 @@ class TextStream:
         return self._cut(len(self._held) - keep)
 
     def _place(self, stop: str) -> int | None:
-        """Where a text to stop at is, with complete special tokens only."""
+        """The index of a text to stop at, counting only complete special tokens."""
         place = self._held.find(stop)
         while place >= 0:
             end = place + len(stop)

@@ -1,4 +1,4 @@
-"""From what users write to requests, and from updates to texts. No torch."""
+"""Turns users' prompts into requests, and updates into texts. No torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hexad.config import HexadError
 
 HELD_BACK = signal.SIGUSR1
 DEFAULT_PORT = "29500"
-"""Of ``MASTER_PORT``, as torchrun's."""
+"""Default of ``MASTER_PORT``, as in torchrun."""
 
 
 def hold_back_notice() -> None:

@@ -119,14 +119,14 @@ _LARGEST_MESH = 64
 
 @dataclass(frozen=True)
 class Run:
-    """What :func:`launch` yields: the mesh, this process's environment, and the resolved configuration."""
+    """A launched run: the mesh, this process's environment, and the resolved configuration."""
 
     mesh: Mesh
     environment: Environment
     resolved: Resolved
 
     def resuming(self) -> Run:
-        """The same with ``checkpoint.resume: auto``."""
+        """This run with ``checkpoint.resume: auto``."""
         config = self.resolved.config
         checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
         config = config.model_copy(update={"checkpoint": checkpoint})
@@ -141,7 +141,7 @@ class Run:
         return agreed(action, self.mesh.world)
 
     def identical(self, what: str, value: object) -> None:
-        """See that all ranks have the same value.
+        """Check that all ranks have the same value.
 
         Raises:
             AgreedError: they do not; names two ranks and what they have.

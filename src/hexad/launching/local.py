@@ -153,7 +153,7 @@ class _Agent(LocalElasticAgent):
         return LocalOutcome(1, f"{message}; all ranks were stopped{self._named_logs(None if hung else rank)}")
 
     def _named_logs(self, rank: int | None) -> str:
-        """Where the log of a rank is, or those of all, if they exist: those of a generation do not."""
+        """The path of a rank's log, or those of all logs, if they exist: a generation writes none."""
         name = f"log-rank{'*' if rank is None else rank}.txt"
         exists = self._run_dir is not None and any(Path(self._run_dir).glob(name))
         return f" ({name} in {self._run_dir})" if exists else ""

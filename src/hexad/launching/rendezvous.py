@@ -155,7 +155,7 @@ def _wait_for_members(
 
 
 def _origin(here: Environment) -> str:
-    """Where the number of ranks is from."""
+    """The source of the number of ranks."""
     if here.launcher == "slurm":
         return f"SLURM_NTASKS={here.world}"
     return f"WORLD_SIZE={here.world} is set in the environment; unset it to run alone"

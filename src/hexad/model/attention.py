@@ -81,7 +81,7 @@ class AttentionCore(nn.Module):
         return self._attended(q, k, v, where)
 
     def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Some heads of all tokens of the context ranks that exchange them."""
+        """Exchange some heads of this rank's tokens for all tokens of some heads among context ranks."""
         return heads_for_tokens(q, k, v, self.ulysses)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
@@ -97,7 +97,7 @@ class AttentionCore(nn.Module):
         return exact_ops.replaced(exact, usual, q, k, v)
 
     def _usual(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry, method: AttentionMethod) -> Tensor:
-        """As :meth:`_attended`, by a method of the usual arithmetic."""
+        """Attention of :meth:`_attended` by a method of the usual arithmetic."""
         if method not in TILED:
             return self.kernel.compute(method, q, k, v, where.spans)
         slice_, factors = where.slice or where.spans.undivided, None

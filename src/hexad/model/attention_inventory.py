@@ -1,4 +1,5 @@
-"""What self-attention holds, multiplies, keeps, needs and sends. No torch."""
+"""The inventory of self-attention: parameters, products, kept tensors, temporary memory and messages. No
+torch."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ class AttentionCoreSpec(BranchSpec):
         """The projection back into the residual stream."""
 
     def _core_products(self, run: Execution, width: int, value: int) -> list[Product]:
-        """Those of scores, over ``width`` elements, and of weighted values of ``value`` elements.
+        """Products of scores, over ``width`` elements, and of weighted values of ``value`` elements.
 
         Documents and sliding windows leave a part of them, and a causal mask halves them: two in the forward
         pass, scores and weighted values; five in the backward pass, which computes the scores again
@@ -397,7 +398,7 @@ class AttentionSpec(AttentionCoreSpec):
         return max(self.repeated(run, recomputed), self.out.products_forward(run)) if run.exact else 0
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
-        """As :meth:`forward`, where the last product is left out; the output is not there yet."""
+        """Bytes needed in a forward pass without the last product; the output does not exist yet."""
         q, k, _ = self._sizes(run)
         core = self._core_forward(run)
         rotated = q + k if self._computed else 0

@@ -56,7 +56,7 @@ class AttentionKernel:
         return self.compute(choose_attention(self.facts(q, spans)), q, k, v, spans)
 
     def compute(self, method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-        """The same by a method, ``VARLEN`` or ``SDPA``."""
+        """Attention by the method ``VARLEN`` or ``SDPA``."""
         if method is AttentionMethod.VARLEN:
             return self._by_varlen(q, k, v, spans)
         if spans.bounds is None:
@@ -230,7 +230,7 @@ def _refusal(
 _MEANS = (0.0, 0.5, 1.0, 1.5), (25 / 12, 13 / 12, 7 / 12, 1 / 4)
 """Means of the places that each of four tokens sees in :func:`_refusal`, and their gradients."""
 _WINDOW_MEANS = (0.0, 1.0, 1.5, 2.5), (1.0, 1.5, 1.0, 0.5)
-"""The same for spans of one and three tokens, each of which sees one before it."""
+"""Means and gradients for spans of one and three tokens, each of which sees one before it."""
 
 
 def _brief(error: Exception) -> str:

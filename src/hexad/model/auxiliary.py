@@ -42,7 +42,7 @@ class Auxiliary:
     loads: Tensor | None = None
 
     def scaled(self, factor: float) -> Auxiliary:
-        """The same sums with another scale."""
+        """These sums with another scale."""
         return replace(self, scale=self.scale * factor)
 
     def attach(

@@ -1,4 +1,4 @@
-"""What one layer holds, multiplies, keeps, needs and sends. No torch."""
+"""The inventory of one layer: parameters, products, kept tensors, temporary memory and messages. No torch."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -16,7 +16,7 @@ from .recompute_inventory import NOTHING, Parts
 
 @dataclass(frozen=True)
 class LayerTraits:
-    """What the branches of a layer have in common.
+    """Properties that the branches of a layer share.
 
     Attributes:
         prefix: of their names.
@@ -56,7 +56,7 @@ class LayerTraits:
 
 
 class BranchSpec(ABC):
-    """What a branch of a layer declares: a module from the normalised residual stream to what is added to it.
+    """The inventory of a layer's branch: a module from the normalised residual stream to what is added to it.
 
     By default all is that of its linear layers, the first of which multiplies the input, the last of which
     makes the result. A branch that is made of something else declares its own.
@@ -103,8 +103,8 @@ class BranchSpec(ABC):
     def operations(
         self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
-        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own;
-        ``reached``: its input needs a gradient."""
+        """The operations of a rank for a microbatch; with ``split`` weight gradients are actions of their
+        own; ``reached``: its input needs a gradient."""
         operations = Operations([], [])
         for linear in self.linears:
             operations = operations.then(linear.operations(run, split, reached))
@@ -144,7 +144,7 @@ class BranchSpec(ABC):
         return max((linear.products_forward(run) for linear in self.linears), default=0)
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
-        """As :meth:`forward`, where the last product is left out: its result is not used."""
+        """Bytes needed in a forward pass without the last product, whose result is not used."""
         return max((linear.products_forward(run) for linear in self.linears[:-1]), default=0)
 
     @abstractmethod
@@ -217,8 +217,8 @@ class BlockSpec:
     def operations(
         self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
-        """What a rank does with a microbatch; with ``split`` weight gradients are actions of their own;
-        ``reached``: its input needs a gradient. The sum with a branch and the next norm are one function
+        """The operations of a rank for a microbatch; with ``split`` weight gradients are actions of their
+        own; ``reached``: its input needs a gradient. The sum with a branch and the next norm are one function
         where pointwise functions are compiled."""
         stream, total = run.stream(self.hidden), Operations([], [])
         for number, (norm, branch) in enumerate(self.branches):

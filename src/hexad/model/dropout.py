@@ -29,7 +29,7 @@ _HALF = 1 << 31
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What a microbatch's random numbers are drawn from.
+    """The key from which a microbatch's random numbers are drawn.
 
     Attributes:
         seed: of the run.
@@ -93,7 +93,7 @@ def row_keys(key: DropoutKey, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Dropper:
-    """What one site of one layer drops.
+    """Dropout at one site of one layer.
 
     Attributes:
         rate: probability of an element to be dropped; the others are divided by ``1 - rate``.
@@ -177,8 +177,8 @@ def dropped(x: Tensor, rows: Tensor, words: Tensor, rate: float, first: int = 0)
 
 
 def adapter_dropper(lora: LoraSpec | None, layer: int, site: Site, shard: Shard, divided: int = 0) -> Dropper:
-    """What is dropped of the input of a linear layer's adapters, which has ``divided`` global features over
-    the tensor ranks, or is complete on each."""
+    """Dropout of the input of a linear layer's adapters, which has ``divided`` global features over the
+    tensor ranks, or is complete on each."""
     rate = 0.0 if lora is None else lora.dropout
     first = shard.tensor.rank * (divided // shard.tensor.size)
     return Dropper(rate, layer, site, shard.device, shard.compiled, first)

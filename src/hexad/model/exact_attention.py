@@ -41,7 +41,7 @@ class RoundedKeys(NamedTuple):
     tops: Tensor
 
     def part(self, *index: slice | None) -> RoundedKeys:
-        """Some of them."""
+        """The keys and values at an index."""
         return RoundedKeys(*(tensor[index] for tensor in self))
 
 
@@ -73,7 +73,7 @@ def _value_digits(dtype: torch.dtype) -> int:
 
 
 class Visible(NamedTuple):
-    """Which keys queries see.
+    """The keys that queries see.
 
     Attributes:
         begin, end: int64 ``[sequences, queries]``: places of the first, and after the last.

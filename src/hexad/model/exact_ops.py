@@ -65,7 +65,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
-    """As :func:`hexad.model.ops.rms_norm`."""
+    """RMS norm in exact arithmetic; see :func:`hexad.model.ops.rms_norm`."""
     return replaced(_rms, ops.rms_norm, x, weight, eps)
 
 
@@ -80,7 +80,7 @@ def _layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """As :func:`hexad.model.ops.layer_norm`."""
+    """Layer norm in exact arithmetic; see :func:`hexad.model.ops.layer_norm`."""
     return replaced(_layer, ops.layer_norm, x, weight, bias, eps)
 
 
@@ -93,7 +93,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
-    """As :func:`hexad.model.ops.swiglu`."""
+    """SwiGLU in exact arithmetic; see :func:`hexad.model.ops.swiglu`."""
     return replaced(partial(exact.by_rows, _swiglu), ops.swiglu, gate_up)
 
 
@@ -105,7 +105,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """As :func:`hexad.model.ops.gelu`."""
+    """GELU in exact arithmetic; see :func:`hexad.model.ops.gelu`."""
     return replaced(partial(exact.by_rows, _gelu), ops.gelu, x)
 
 
@@ -175,7 +175,7 @@ class _ExactRotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
-    """As :func:`hexad.model.ops.rotate`."""
+    """Rotation in exact arithmetic; see :func:`hexad.model.ops.rotate`."""
     result: Tensor = applied(_ExactRotate, x, cos, sin, compiled, _rotated, ops.rotate)
     return result
 

@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def unused(self) -> bool:
-        """See the class."""
+        """Whether the output is unused; see the class."""
         return self._unused
 
     @unused.setter

@@ -1,4 +1,5 @@
-"""What a mixture of experts holds, multiplies, keeps, needs and sends. No torch."""
+"""The inventory of a mixture of experts: parameters, products, kept tensors, temporary memory and messages.
+No torch."""
 
 from __future__ import annotations
 

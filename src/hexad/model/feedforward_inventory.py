@@ -1,4 +1,5 @@
-"""What the feed-forward layer holds, multiplies, keeps, needs and sends. No torch."""
+"""The inventory of the feed-forward layer: parameters, products, kept tensors, temporary memory and messages.
+No torch."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,7 +92,7 @@ class FeedForwardSpec(BranchSpec):
         return run.function(run.tokens * self.width // run.tensor)
 
     def repeated(self, run: Execution, recomputed: Parts) -> int:
-        """As :meth:`forward`, where the last product is left out."""
+        """Bytes needed in a forward pass without the last product."""
         activated = run.whole(self.width // run.tensor)
         if "activations" in recomputed or not self.down.trained:
             return max(self.inner.products_forward(run), activated + self.activation(run))

@@ -1,4 +1,4 @@
-"""Between the ``config.json`` of a Hugging Face model and our model settings. No torch.
+"""Converts between the ``config.json`` of a Hugging Face model and our model settings. No torch.
 
 Whatever in a ``config.json`` would change the numbers and is not supported is refused. Keys that are missing
 mean what they mean to ``transformers``; the tests compare them with its classes.

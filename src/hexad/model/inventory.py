@@ -1,4 +1,4 @@
-"""What a model and a pipeline stage of it hold, multiply, keep, need and send. No torch.
+"""The inventory of a model and of its pipeline stages. No torch.
 
 A family picks the modules and their options (:mod:`hexad.model.families`); each kind of module has its own
 inventory; this file puts them together. A layer is in :mod:`hexad.model.block_inventory`.
@@ -79,8 +79,8 @@ class PositionsSpec:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What one pipeline stage holds: some of the layers, on the first stage the embedding, on the last one
-    the final norm and the head.
+    """The inventory of one pipeline stage: some of the layers, on the first stage the embedding, on the last
+    one the final norm and the head.
 
     Attributes:
         tied: see :class:`HeadSpec`; ``here`` on the embedding's rank too.
@@ -241,7 +241,7 @@ class StageSpec:
         return sum(block.cached_flops(length, tensor) for block in self.blocks)
 
     def before_layers(self, run: Execution) -> Operations:
-        """What a rank does with a microbatch before the layers: look-ups, and cosines and sines."""
+        """Operations of a rank for a microbatch before the layers: look-ups, and cosines and sines."""
         operations = Operations([], [])
         for part in (self.embedding, self.positions):
             operations = operations if part is None else operations.then(part.operations(run))
@@ -251,16 +251,16 @@ class StageSpec:
         return operations
 
     def after_layers(self, run: Execution) -> Operations:
-        """What a rank does with a microbatch after the layers: the final norm, and the head with the loss and
-        its gradients."""
+        """Operations of a rank for a microbatch after the layers: the final norm, and the head with the loss
+        and its gradients."""
         if self.norm is None or self.head is None:
             return Operations([], [])
         norm = self.norm.operations(run, run.stream(self.model.settings.hidden))
         return norm.then(self.head.operations(run))
 
     def layer_operations(self, run: Execution, recompute: Recompute, split: bool) -> list[Operations]:
-        """What a rank does with a microbatch in every layer; with ``split`` weight gradients are actions of
-        their own. Leading layers that no gradient reaches have no backward pass."""
+        """Operations of a rank for a microbatch in every layer; with ``split`` weight gradients are actions
+        of their own. Leading layers that no gradient reaches have no backward pass."""
         layers = []
         operations: dict[tuple[BlockSpec, Parts, bool], Operations] = {}
         for number, (block, parts) in enumerate(self.recomputing(recompute)):
@@ -310,7 +310,7 @@ class ModelInventory:
 
     @cached_property
     def trained(self) -> Trained:
-        """Which weights are trained, and which layers have adapters."""
+        """The weights that are trained, and the layers that have adapters."""
         return Trained.of(self.settings)
 
     def block(self, number: int) -> BlockSpec:
@@ -442,8 +442,8 @@ class ModelInventory:
     def stage(
         self, layers: range, first: bool = True, last: bool = True, tied: str | None = None
     ) -> StageSpec:
-        """Some of the layers; ``tied`` as for :class:`HeadSpec`, by default as for a stage that has it
-        all."""
+        """A stage of some of the layers; ``tied`` as for :class:`HeadSpec`, by default that of a stage with
+        all layers."""
         if tied is None:
             tied = "here" if self.settings.tied_embeddings else "own"
         return StageSpec(self, layers, first, last, tied)

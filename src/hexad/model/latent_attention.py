@@ -96,7 +96,8 @@ class LatentAttention(AttentionCore):
         return k, v
 
     def _exchanged(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As in any attention; what is received is recomputed with what is sent."""
+        """Exchange heads for tokens among context ranks; received tensors are recomputed together with sent
+        ones."""
         if self.ulysses.size == 1:
             return q, k, v
         return recomputable("mla_up", super()._exchanged, q, k, v)

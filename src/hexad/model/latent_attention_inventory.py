@@ -1,4 +1,5 @@
-"""What multi-head latent attention holds, multiplies, keeps, needs and sends. No torch."""
+"""The inventory of multi-head latent attention: parameters, products, kept tensors, temporary memory and
+messages. No torch."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""What normalisation layers hold, keep and need. No torch."""
+"""The inventory of normalisation layers: parameters, kept tensors and temporary memory. No torch."""
 
 from dataclasses import dataclass, replace
 from typing import Literal

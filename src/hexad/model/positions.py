@@ -42,15 +42,15 @@ class KeyValueCache(Protocol):
     def attend_latent(
         self, layer: int, q: Tensor, latents: Tensor, heads: LatentHeads, kernel: AttentionKernel
     ) -> Tensor:
-        """The same of a layer with latent attention: keep its new latent vectors ``[tokens, kv_rank +
+        """Attention of a layer with latent vectors: keep its new latent vectors ``[tokens, kv_rank +
         rope_dim]``, and compute the attention of queries over all that are kept: ``[tokens, heads * value
         width]``."""
         ...
 
 
 class LatentHeads(Protocol):
-    """What multi-head latent attention makes of latent vectors, of this rank's heads. A latent vector
-    ``[kv_rank + rope_dim]`` ends with the rotated part of the keys, which all heads share."""
+    """Keys and values that multi-head latent attention computes from latent vectors, for this rank's heads. A
+    latent vector ``[kv_rank + rope_dim]`` ends with the rotated part of the keys, which all heads share."""
 
     @property
     def kv_rank(self) -> int:
@@ -195,7 +195,7 @@ def _powers(base: float, exponents: Tensor) -> Tensor:
 
 
 def _amplitude(scaling: RopeScaling) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor of cos and sin."""
     if scaling.type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor != "auto":

@@ -26,8 +26,8 @@ Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 
 class Last(Protocol):
-    """What makes a layer's result, and leaves out what nothing else needs while that is not used: when the
-    layer's forward pass is repeated."""
+    """The last operation of a layer. It is left out when the layer's forward pass is repeated only for the
+    values before it."""
 
     unused: bool
 

@@ -1,4 +1,4 @@
-"""Which parts of a layer are recomputed in the backward pass instead of kept. No torch."""
+"""The parts of a layer that are recomputed in the backward pass instead of kept. No torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,14 +30,15 @@ Parts = frozenset[Part]
 NOTHING = Parts()
 WHOLE: Parts = frozenset({"layer"})
 SELECTIVE: Parts = frozenset({"norms", "latent_norms", "rotated", "pairs", "activations", "moe_act"})
-"""What costs neither a matrix product nor communication (Korthikanti et al., arXiv 2205.05198, section 5)."""
+"""Parts that cost neither a matrix product nor communication (Korthikanti et al., arXiv 2205.05198, section
+5)."""
 
 _OF_KIND = {"none": NOTHING, "selective": SELECTIVE, "full": WHOLE}
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the layers of a stage recompute.
+    """The recompute of a stage's layers.
 
     Attributes:
         kind: ``full``: everything but the layer's input (Chen et al., arXiv 1604.06174). ``selective``:
@@ -52,14 +53,15 @@ class Recompute:
 
     @classmethod
     def from_settings(cls, settings: MemorySettings) -> "Recompute":
-        """As ``memory.recompute``, ``memory.recompute_layers`` and ``memory.recompute_parts`` say."""
+        """The recompute of ``memory.recompute``, ``memory.recompute_layers`` and
+        ``memory.recompute_parts``."""
         layers = settings.recompute_layers
         return cls(
             settings.recompute, None if layers == "all" else layers, frozenset(settings.recompute_parts)
         )
 
     def of(self, position: int) -> Parts:
-        """What the stage's layer number ``position`` recomputes."""
+        """The parts that the stage's layer number ``position`` recomputes."""
         within = self.layers is None or position < self.layers
         parts = _OF_KIND[self.kind] if within else NOTHING
         return WHOLE if parts == WHOLE else parts | self.parts

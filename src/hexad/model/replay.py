@@ -41,8 +41,8 @@ class Replay:
     kept: dict[int, Chosen] = field(default_factory=dict)
 
     def imposed(self, layer: int, first: int, tokens: int, rows: int) -> Chosen | None:
-        """What is imposed on a layer's ``rows`` rows, of which ``tokens`` are tokens, from number ``first``
-        of this context rank's on; None: nothing."""
+        """The choices imposed on a layer's ``rows`` rows, of which ``tokens`` are tokens, from number
+        ``first`` of this context rank's on; None: nothing."""
         if self.experts is None:
             return None
         place = self.layers.index(layer)

@@ -67,7 +67,7 @@ Constants = tuple[Tensor, float, float]
 
 
 def _scaled(branch: Tensor, rows: Tensor | None, words: Tensor, rate: float, multiplier: float) -> Tensor:
-    """What is added of a branch ``[tokens, hidden]``; also, its gradient given the sum's."""
+    """The scaled result of a branch ``[tokens, hidden]``; also, its gradient given the sum's."""
     branch = branch if rows is None else dropped(branch, rows, words, rate)
     return branch if multiplier == 1 else branch * multiplier
 

@@ -1,4 +1,4 @@
-"""Which experts a token passes, with which weights; losses that balance them, and what is counted."""
+"""The choice of experts for each token and their weights; balancing losses and counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Routing(NamedTuple):
 
 
 class TokenRows(NamedTuple):
-    """Which tokens the rows of a rank are.
+    """The tokens that the rows of a rank stand for.
 
     Attributes:
         numbers: int64 ``[tokens]``, in the microbatch; rows behind these are no tokens.

@@ -1,5 +1,5 @@
-"""What the choice of experts, and the way of rows to them and back, hold, multiply, keep, need and send. No
-torch."""
+"""The inventory of routing and dispatch: parameters, products, kept tensors, temporary memory and messages.
+No torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RoutingSpec:
 
     @cached_property
     def router(self) -> RouterSpec:
-        """What chooses the experts."""
+        """Operations of the router, which chooses the experts."""
         return RouterSpec(self.layer, self.settings)
 
     def dispatcher(self, ranks: int, slices: int, exact: bool) -> DispatcherName:
@@ -155,8 +155,8 @@ class RoutingSpec:
         return operations
 
     def moves(self, run: Execution, reached: bool) -> tuple[Operations, Operations]:
-        """What moves rows to their experts, with their pairs' weights, and back; each is the other's backward
-        pass. Gradients of rows, and of weights, are sent back where they are needed."""
+        """Operations that move rows to their experts, with their pairs' weights, and back; each is the
+        other's backward pass. Gradients of rows, and of weights, are sent back where they are needed."""
         ranks, slices, hidden = run.expert * run.expert_tensor, run.expert_tensor, self.layer.hidden
         rows, tokens, top_k = self.rows(run), self.tokens(run), self.settings.top_k
         row, pair = rows * hidden * run.byte, rows * run.wide

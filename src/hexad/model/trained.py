@@ -1,5 +1,5 @@
-"""Which weights are trained, and which linear layers have adapters: ``model.train`` and ``model.lora``, by
-patterns of names. No torch."""
+"""Selection of the trained weights, and of the linear layers with adapters: ``model.train`` and
+``model.lora``, by patterns of names. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def selects(patterns: Iterable[str], names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a model's settings select.
+    """The weights and adapters that a model's settings select.
 
     Attributes:
         patterns: of the weights that are trained; None: all.
@@ -50,7 +50,7 @@ class Trained:
 
     @classmethod
     def of(cls, model: ModelSettings) -> Trained:
-        """What the settings train; with adapters ``model.train: all`` is nothing else."""
+        """The selection by the settings; with adapters, ``model.train: all`` trains only these."""
         settings = model.lora
         patterns = None if model.train == "all" else model.train
         if settings is None:

@@ -55,7 +55,7 @@ class Branch(Protocol):
 
     @property
     def last(self) -> Last:
-        """What makes its result."""
+        """The operation that computes its result."""
         ...
 
     def __call__(self, x: Tensor, where: Geometry) -> Tensor:
@@ -69,7 +69,7 @@ BRANCHES: dict[type[BranchSpec], Callable[[Any, Shard, int], nn.Module]] = {
     FeedForwardSpec: FeedForward,
     ExpertsSpec: MixtureOfExperts,
 }
-"""What computes a branch, given its specification, the shard and the number of the layer."""
+"""The module of a branch, constructed from its specification, the shard and the number of the layer."""
 
 
 class Block(nn.Module):
@@ -291,7 +291,7 @@ def factored_mesh(model: ModelSettings, parallel: ParallelSettings, mesh: Mesh) 
 
 
 def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Shard:
-    """Which shard of every layer this rank holds, given resolved settings and what :func:`factored_mesh`
+    """The shard of every layer that this rank holds, given resolved settings and what :func:`factored_mesh`
     returned."""
     names = ("tensor", "context", "ring", "ulysses")
     axes = {name: axis for name, axis in mesh.axes.items() if name in names}

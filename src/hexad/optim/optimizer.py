@@ -63,7 +63,7 @@ class Rule(ABC):
         """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
 
     def numbers(self) -> dict[str, Any]:
-        """What else is needed to resume, in JSON's types."""
+        """Other numbers needed to resume, in JSON's types."""
         return {}
 
     @abstractmethod
@@ -179,8 +179,8 @@ class BucketOptimizer:
         return total_norm, True, others
 
     def _factor(self, norm: Tensor, veto: Tensor | None, scale: float) -> Tensor:
-        """What gradients are multiplied by, given their norm: a float64 scalar on the device. NaN if nothing
-        may change."""
+        """The factor of gradients with this norm: a float64 scalar on the device. NaN if nothing may
+        change."""
         factor = torch.full_like(norm, 1 / scale)
         if self.clip:
             bound = norm + self.clip_epsilon
@@ -335,8 +335,9 @@ class AdamW(Rule):
             publish(bucket)
 
     def _divisor(self, factor: float) -> Tensor | None:
-        """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None
-        where that is too narrow, and for a factor of 1: the kernel writes the quotients back."""
+        """The divisor that AdamW's kernel applies to gradients as it reads them (``GradScaler``'s way): a
+        float32. None where that is too narrow, and for a factor of 1: the kernel writes the quotients
+        back."""
         if factor == 1 or any(bucket.master.dtype == torch.float64 for bucket in self.buckets[:1]):
             return None
         return torch.full((), 1 / factor, dtype=torch.float32, device=self._device)

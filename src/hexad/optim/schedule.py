@@ -68,7 +68,7 @@ def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: float,
 
 
 class LossScaler:
-    """What the loss is multiplied by, so that small gradients do not vanish in fp16.
+    """The loss scale, which keeps small gradients from vanishing in fp16.
 
     Dynamic scaling follows Megatron-LM: ``loss_scale_hysteresis`` overflows without a growth
     in between halve the scale, as does every one that follows, down to ``loss_scale_min``;
@@ -130,7 +130,7 @@ class LossScaler:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""By their names in PyTorch's optimizer; each as large as the master values, and in their format."""
+"""Names of the moments in PyTorch's optimizer; each is as large as the master values, and in their format."""
 
 
 def update_bytes(

@@ -199,7 +199,7 @@ class TorchOptimizer(Rule):
 
 
 Held = list[tuple[int | None, Tensor]]
-"""What an optimizer is given of a bucket: its members by number, or all as one."""
+"""The tensors of a bucket that an optimizer updates: its members by number, or all as one."""
 
 
 def _given(bucket: Bucket, flat: bool) -> Held:

@@ -109,7 +109,7 @@ class _PackedArithmetic(Arithmetic):
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """As in the usual arithmetic."""
+        """Product with a packed weight."""
         return _written(packed.product(x, weight, bias), out)
 
 
@@ -136,26 +136,26 @@ class EightBits(Arithmetic):
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """As in the usual arithmetic, with operands in e4m3."""
+        """Product of operands in e4m3."""
         return _written(fp8.product(x, weight, bias, self.compiled), out)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        """As in the usual arithmetic, of a gradient in e5m2."""
+        """Input gradient from a gradient in e5m2."""
         return fp8.input_gradient(gradient, weight, self.compiled)
 
     def add_input_gradient_(self, total: Tensor, gradient: Tensor, weight: Tensor) -> None:
-        """As in the usual arithmetic, after the product is complete."""
+        """Add the input gradient to ``total`` after its product is complete."""
         total += self.input_gradient(gradient, weight)
 
     def add_weight_gradient(self, total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -> None:
-        """As in the usual arithmetic, in 8 bits if weight gradients are."""
+        """Add the weight gradient, in 8 bits if weight gradients are."""
         if self.weight_gradients:
             fp8.add_weight_gradient(total, gradient, inputs, fresh, self.compiled)
         else:
             add_product(total, gradient, inputs, fresh)
 
     def by_autograd(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As in the usual arithmetic."""
+        """:meth:`product` under plain autograd, inside a compiled block."""
         return fp8.linear(x, weight, bias, self.weight_gradients)
 
 
@@ -172,18 +172,18 @@ class _Exact(Arithmetic):
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """As in the usual arithmetic, exactly."""
+        """Product in exact arithmetic."""
         return _written(exact.product(x, weight, bias), out)
 
     def widened_product(self, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-        """As in the usual arithmetic, exactly."""
+        """Product in exact arithmetic and in a wider format."""
         return exact.product(x.to(wide), weight.to(wide))
 
     def summed_product(
         self, x: Tensor, weight: Tensor, axis: Axis, total: exact.Total, adapters: Adapters | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As in the usual arithmetic; summed before it is rounded. What lies between adapters' matrices is
-        summed too, so that backward computes this rank's part of it again."""
+        """Product in exact arithmetic, summed over the ranks before it is rounded. The activations between
+        adapters' matrices are summed too, so that backward computes this rank's part of it again."""
         y = exact.product(x, weight, axis=axis, total=total)
         if adapters is not None:
             inner = exact.product(adapters.dropped(x), adapters.a, axis=axis, total=total)
@@ -191,7 +191,7 @@ class _Exact(Arithmetic):
         return y, None
 
     def add_scaled_product_(self, y: Tensor, x: Tensor, weight: Tensor, scale: float) -> None:
-        """As in the usual arithmetic; rounded before it is added."""
+        """Add a scaled product, rounded before it is added."""
         y.add_(exact.product(x, weight).mul_(scale))
 
 

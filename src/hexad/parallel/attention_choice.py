@@ -107,8 +107,8 @@ def _cached(facts: AttentionFacts) -> AttentionMethod:
 
 
 def _tiled(facts: AttentionFacts) -> AttentionMethod:
-    """In tiles: over keys of several ranks, and where probabilities are dropped, for which PyTorch's fused
-    kernels would draw random numbers of their own."""
+    """The method of attention in tiles: over keys of several ranks, and where probabilities are dropped, for
+    which PyTorch's fused kernels would draw random numbers of their own."""
     if facts.dropped:
         return AttentionMethod.SCORES
     if facts.cpu:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """What a function returns; without autograd's bookkeeping, which costs the host more than a small kernel,
-    where no gradient is wanted."""
+    """Apply an autograd function; where no gradient is needed, without autograd's bookkeeping, which costs
+    the host more than a small kernel."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function.apply(*arguments)
     return function.forward(_NoBackward(), *arguments)
@@ -96,11 +96,11 @@ class WeightGradient(NamedTuple):
     add: AddProduct = add_product
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
-        """As :meth:`Dense.add_to`."""
+        """Add to ``total``, or overwrite it if it is ``fresh`` memory."""
         self.add(total, self.output_gradient, self.inputs, fresh)
 
     def scaled(self, factor: float) -> WeightGradient:
-        """As :meth:`Dense.scaled`."""
+        """The contribution multiplied by a factor."""
         return self._replace(output_gradient=self.output_gradient * factor)
 
 
@@ -128,7 +128,7 @@ class EmbeddingRows(NamedTuple):
     values: Tensor
 
     def add_to(self, total: Tensor, fresh: bool) -> None:
-        """As :meth:`Dense.add_to`."""
+        """Add to ``total``, or overwrite it if it is ``fresh`` memory."""
         if fresh:
             total.zero_()
         values = self.values.to(total.dtype)
@@ -140,7 +140,7 @@ class EmbeddingRows(NamedTuple):
             total.index_add_(0, self.rows, values)
 
     def scaled(self, factor: float) -> EmbeddingRows:
-        """As :meth:`Dense.scaled`."""
+        """The contribution multiplied by a factor."""
         return self._replace(values=self.values * factor)
 
 
@@ -148,7 +148,8 @@ Contribution = Dense | WeightGradient | EmbeddingRows
 
 
 def accumulator_of(parameter: Tensor) -> Gradients | None:
-    """Where layers contribute to the parameter's gradient; None where they hand it to autograd."""
+    """The accumulator of the parameter's gradient, to which layers contribute; None where they hand it to
+    autograd."""
     return getattr(parameter, "gradient_accumulator", None)
 
 

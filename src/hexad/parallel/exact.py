@@ -64,8 +64,8 @@ def check_arithmetic(device: torch.device) -> None:
 
 
 def by_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """What ``function`` makes of the rows of all tensors (the elements of their first dim, of which none
-    depends on another), some at a time, so that what it needs for a moment stays small."""
+    """Apply ``function`` to the rows of all tensors (the independent elements of their first dim), some at a
+    time, so that its temporary memory stays small."""
     first = tensors[0]
     rows = max(1, blocks(first.device.type == "cpu").elements // max(1, first[:1].numel()))
     if first.dim() == 1 or rows >= len(first):
@@ -165,7 +165,7 @@ class Digits(NamedTuple):
 
     @classmethod
     def of(cls, dtype: torch.dtype, features: int) -> Digits:
-        """For inputs of a format, and sums of so many terms."""
+        """The digits for inputs of a format, and sums of so many terms."""
         room = DIGITS - digits_of(features)
         parts = parts_of(dtype.itemsize)
         part = min(MOST_DIGITS, (room + 3) // (parts + 1))
@@ -372,7 +372,7 @@ def sigmoid(x: Tensor) -> Tensor:
 def log_normaliser(
     logits: Tensor, vocab: int, axis: Axis = _ALONE, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """What log-probabilities are relative to.
+    """The logarithm of the sum of exponentials of logits, over all columns.
 
     Args:
         logits: float32 ``[tokens, columns]``, this rank's of an axis; -inf in padding.

@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
 
 _ON_CPU = Blocks(1 << 17, 256, 4096, 1 << 21, 1 << 18)
-"""What is made of the inputs stays in the processor's caches."""
+"""Sizes with which intermediate results of the inputs stay in the processor's caches."""
 _ON_DEVICE = Blocks(1 << 24, 1024, 1 << 16, 1 << 25, 1 << 23)
 """Enough to keep a GPU busy: each block is a few kernels."""
 NORMALISER = 20

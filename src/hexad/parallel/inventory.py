@@ -1,4 +1,4 @@
-"""What modules hold, multiply, keep, need and send, declared without torch.
+"""Declarations of modules' parameters, operations, memory and messages, without torch.
 
 A module's inventory stands beside its code (``model/attention.py``, ``model/attention_inventory.py``) and is
 made of the types declared here. Layers allocate their parameters from it; initialisation, buckets, the
@@ -25,7 +25,7 @@ Kept = Counter[str]
 ``experts``, ``loss``, ``positions``, and ``boundary``: received from another stage."""
 
 Grid = Literal["dense", "expert"]
-"""Which of the two grids of :mod:`hexad.topology.layout` a weight is divided over."""
+"""The one of the two grids of :mod:`hexad.topology.layout` a weight is divided over."""
 
 
 class Position(NamedTuple):
@@ -137,7 +137,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Traits:
-    """What the parameters of a bucket have in common.
+    """Properties that the parameters of a bucket share.
 
     Attributes:
         divided: axes of a degree above 1 over which they are divided.
@@ -166,12 +166,12 @@ _COMMON = (
     *("divided", "partial", "grid", "decay", "unit", "outside_layers"),
     *("frozen", "wide", "adapter", "group"),
 )
-"""What the weights of one :class:`Parameter` have in common."""
+"""Fields that the weights of one :class:`Parameter` share."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What one local tensor holds: a weight, or several that are fused along dim 0.
+    """One local tensor: a weight, or several that are fused along dim 0.
 
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
@@ -309,11 +309,11 @@ class Collective(NamedTuple):
 
 
 Operation = Product | Pass | Collective
-"""What a rank does in an action."""
+"""An operation of a rank in an action."""
 
 
 class Operations(NamedTuple):
-    """What a rank does with a microbatch, in order.
+    """Operations of a rank for a microbatch, in order.
 
     Attributes:
         forward: all of action ``F``.

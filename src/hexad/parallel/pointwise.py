@@ -48,7 +48,7 @@ class Fusing(TorchDispatchMode):
 
     @abstractmethod
     def fused(self, function: Function, arguments: tuple[Any, ...]) -> Any:
-        """What the function returns."""
+        """The result of the function."""
 
 
 @cache
@@ -233,7 +233,8 @@ def widened(x: Tensor) -> Tensor:
 
 @cache
 def missing_compiler(device: torch.device) -> str | None:
-    """What ``torch.compile`` lacks on this machine to generate code for the device; None if nothing."""
+    """The requirement of ``torch.compile`` for code of the device that this machine does not meet; None if it
+    meets all."""
     if device.type == "cpu":
         compiler = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"))
         return None if compiler else "a C++ compiler (g++ or clang++)"

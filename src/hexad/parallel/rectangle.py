@@ -40,7 +40,7 @@ class Rectangle:
         return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.sizes))
 
     def named(self, name: str) -> Rectangle:
-        """The same of a tensor with another name."""
+        """This rectangle of a tensor with another name."""
         return replace(self, name=name)
 
     def rows(self, begin: int, end: int) -> Rectangle:
@@ -49,7 +49,7 @@ class Rectangle:
         return replace(self, offset=offset, sizes=sizes)
 
     def intersection(self, other: Rectangle) -> Rectangle | None:
-        """What two rectangles of one tensor have in common, or None."""
+        """The intersection of two rectangles of one tensor, or None."""
         low = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.sizes, other.offset, other.sizes)
         high = tuple(min(o + s, p + t) for o, s, p, t in ends)

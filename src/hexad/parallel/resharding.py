@@ -40,7 +40,7 @@ class _TransferredPart(NamedTuple):
 
 
 def minus(whole: Rectangle, part: Rectangle) -> Iterator[Rectangle]:
-    """What is left of a rectangle without a part of it, as rectangles."""
+    """A rectangle without a part of it, as rectangles."""
     for dim in range(len(whole.shape)):
         begin, end = whole.offset[dim], whole.offset[dim] + whole.sizes[dim]
         low, high = part.offset[dim], part.offset[dim] + part.sizes[dim]
@@ -136,7 +136,8 @@ def _short(piece: _TransferredPart) -> Iterator[_TransferredPart]:
 
 
 def _exchanged(values: Sequence[Any], axis: Axis) -> list[Any]:
-    """What every rank has for this one, given what this one has for each; all ranks together."""
+    """Exchange values between all ranks: returns what every rank has for this one, given what this one has
+    for each."""
     contents = [pickle.dumps(value) for value in values]
     sizes = torch.tensor([len(content) for content in contents], device=axis.device)
     arriving = all_to_all(sizes, axis).tolist()
@@ -164,7 +165,7 @@ def _counts(pieces: Sequence[tuple[int, _TransferredPart]], size: int) -> list[i
 def _found(
     holders: dict[tuple[Rectangle, ...], tuple[int, ...]], needed: Sequence[Rectangle], rank: int
 ) -> tuple[list[_TransferredPart], str | None]:
-    """Where this rank gets what it needs: from itself as far as possible, else from the nearest of the ranks
+    """The sources of what this rank needs: from itself as far as possible, else from the nearest of the ranks
     that hold the same; and what is wrong, if something is."""
     known: dict[str, list[tuple[int, int, Rectangle]]] = {}
     own_first = sorted(holders.items(), key=lambda item: (rank not in item[1], item[1]))

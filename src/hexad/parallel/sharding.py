@@ -26,7 +26,7 @@ from .rectangle import Rectangle
 
 @dataclass(frozen=True)
 class Shard:
-    """Which shard of every layer this rank holds, and how.
+    """The shard of every layer that this rank holds.
 
     Attributes:
         axes: by name; one that is missing has size 1.
@@ -166,7 +166,7 @@ def _provided(value: Any) -> Any:
 
 @cache
 def _without_values() -> frozenset[Any]:
-    """What can be called with a parameter whose values are not here."""
+    """Functions that can be called with a parameter whose values are not here."""
     kind: Any = Tensor
     facts = (
         "device dtype grad_fn is_cpu is_cuda is_leaf is_meta is_quantized is_sparse itemsize layout nbytes"
@@ -304,7 +304,8 @@ def _frozen(declaration: Parameter, frozen: bool = True) -> Parameter:
 
 
 def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declared]]:
-    """As :func:`declared_parameters`, each with the number of the first stage that holds it."""
+    """The declared parameters (:func:`declared_parameters`), each with the number of the first stage that
+    holds it."""
     owners = {parameter: n for n, stage in [*stages.items()][::-1] for parameter in stage.parameters()}
     return [(owners[declared.parameter], declared) for declared in declared_parameters(*stages.values())]
 
@@ -319,8 +320,8 @@ def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
 
 
 def _unit(path: str) -> str:
-    """With what the weights of the module at ``path`` are gathered: the elements of a list of modules one by
-    one."""
+    """The unit with which the weights of the module at ``path`` are gathered: the elements of a list of
+    modules one by one."""
     parts = path.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
     return ".".join(parts[: number + 1])

@@ -1,5 +1,5 @@
-"""From a configuration to everything that follows from it: numbers for every ``auto``, the layout, the stages
-and the schedule. No torch."""
+"""Derives from a configuration the numbers for every ``auto``, the layout, the stages and the schedule. No
+torch."""
 
 from .checks import check_config, check_settings, planned_layout, smallest_world, working_layout
 from .resolve import Resolved, check_vocab, planned_bf16, resolve, resolved_parallel, with_dtype

@@ -36,12 +36,12 @@ from .timeline import ActionTime
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 """Schedules in which weight gradients are actions of their own."""
 DEFERRING = ("zb_h1", "zb_h2", "zb_v")
-"""Those in which ranks defer them for several microbatches."""
+"""Schedules in which ranks defer weight gradients for several microbatches."""
 _SLACK = 0.97
 """Part of what ``1f1b`` needs that other schedules need at the least."""
 
 _EVEN = 0.93
-"""The same, of what all ranks need on average."""
+"""Part of what ``1f1b`` needs that all ranks need on average at the least."""
 
 
 class Sent(NamedTuple):
@@ -86,7 +86,7 @@ class Times:
 
     @cached_property
     def split(self) -> Ways:
-        """The same of F, B and W, where weight gradients are computed by themselves."""
+        """(Device's, host's) seconds of F, B and W, where weight gradients are computed by themselves."""
         return tuple(self._pair(kind, True) for kind in ("F", "B", "W"))
 
     def _pair(self, kind: str, split: bool) -> tuple[float, float]:
@@ -104,7 +104,7 @@ class Times:
 
     @cached_property
     def besides(self) -> float:
-        """The same in what the last stage computes besides layers."""
+        """Seconds of both passes in what the last stage computes besides layers."""
         stage = replace(self._stage, layers=range(0), first=False)
         return sum(self.predictor.action(stage, kind, False).device for kind in ("F", "BW"))
 
@@ -132,7 +132,7 @@ class Times:
 
 @dataclass
 class ModelTimes:
-    """What the whole model takes for a microbatch on one pipeline rank.
+    """Times of the complete model for a microbatch on one pipeline rank.
 
     Attributes:
         times: by recompute.
@@ -153,9 +153,9 @@ class ModelTimes:
         return self._needs(choice, layout, (layers // choice.pipeline) / layers)
 
     def average(self, choice: PipelineLayout, layout: Layout, microbatches: int) -> Needs:
-        """The same of ranks that have equal parts of the model. Where weight gradients are deferred, of some
-        microbatches only their operands are kept; and the last rank keeps those of as many microbatches as
-        the first one keeps activations, less one, if there are enough of them."""
+        """Average bytes of ranks that have equal parts of the model. Where weight gradients are deferred, of
+        some microbatches only their operands are kept; and the last rank keeps those of as many microbatches
+        as the first one keeps activations, less one, if there are enough of them."""
         part, pipeline = _EVEN / choice.pipeline, choice.pipeline
         needs = self._needs(choice, layout, part)
         if choice.schedule not in SPLIT:
@@ -267,7 +267,7 @@ class Needs(NamedTuple):
     kept: Mapping[str, float]
 
     def scaled(self, share: float) -> Needs:
-        """Those of a rank that has a share of the layers."""
+        """The needs of a rank that has a part of the layers."""
         return Needs(self.rank, share * self.rest, {kind: share * size for kind, size in self.kept.items()})
 
     def part(self, recompute: str, choice: PipelineLayout, microbatches: int, room: float) -> float:
@@ -280,7 +280,7 @@ class Needs(NamedTuple):
 
 
 class RecomputeBound(NamedTuple):
-    """What a kind of recompute takes at the least.
+    """The least time of a step with a kind of recompute.
 
     Attributes:
         seconds: of a step.

@@ -146,10 +146,10 @@ def check_config(config: Config, layout: Layout) -> None:
 
 
 def check_settings(config: Config, layout: Layout) -> None:
-    """As :func:`check_config`, of the settings that modules of the caller's own use too.
+    """Check the settings that the caller's own modules use too (:func:`check_config` checks all).
 
     Raises:
-        ConfigError: as there.
+        ConfigError: the first problem, naming the field, the value found and the fix.
     """
     for problem in _settings(config, layout):
         raise problem

@@ -31,7 +31,7 @@ RECOMPUTES = ("none", "selective", "full")
 
 
 class LayerLayout(NamedTuple):
-    """What a layer's kernels depend on."""
+    """The settings on which a layer's kernels depend."""
 
     tensor: int
     context: int
@@ -42,8 +42,8 @@ class LayerLayout(NamedTuple):
 
 
 class PipelineLayout(NamedTuple):
-    """What a schedule depends on, besides the microbatches; how state is sharded, and whether the optimizer's
-    is in the host's memory."""
+    """The settings on which a schedule depends, besides the microbatches; the sharding of state, and whether
+    the optimizer's is in the host's memory."""
 
     pipeline: int
     virtual: int
@@ -54,7 +54,7 @@ class PipelineLayout(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What does not change the schedule.
+    """The settings that do not change the schedule.
 
     Attributes:
         order: of ranks.

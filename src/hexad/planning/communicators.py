@@ -1,5 +1,5 @@
-"""Which of NCCL's communicators a rank uses in a training step: those of the process groups that mesh and
-engine make, as far as anything is sent over them. No torch."""
+"""NCCL's communicators that a rank uses in a training step: those of the process groups that mesh and engine
+make, as far as anything is sent over them. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Communicator(NamedTuple):
 
 
 def communicators(resolved: Resolved) -> tuple[Communicator, ...]:
-    """Those that any pipeline rank uses.
+    """The communicators that any pipeline rank uses.
 
     Groups over which nothing is sent in a step are left out: that of all ranks, and those of the data and the
     context axis where combined axes, or parts, are used instead.
@@ -100,7 +100,7 @@ def _state(config: Config, ranks: int, name: str, agree: bool, trains: bool) -> 
 
 
 def _experts(config: Config, inventory: ModelInventory, layout: Layout) -> Iterator[Communicator]:
-    """Those of the expert grid: gradients, the norm over both of its axes, and the rows' way."""
+    """Communicators of the expert grid: gradients, the norm over both of its axes, and the rows' way."""
     experts, degrees = _experts_spec(inventory), layout.degrees
     if experts is None:
         return

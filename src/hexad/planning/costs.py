@@ -120,7 +120,7 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelFlops:
 
 @lru_cache(maxsize=8)
 def _layer_costs(model_json: str, sequence: int) -> ModelFlops:
-    """As :func:`layer_costs`, of a model as text: settings may hold lists."""
+    """Costs of layers (:func:`layer_costs`) of a model as text: settings may hold lists."""
     model = ModelSettings.model_validate_json(model_json)
     run = Execution(1, sequence)
     stage = _inventory(model, sequence).stage(range(model.layers))

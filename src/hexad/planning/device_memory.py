@@ -20,7 +20,7 @@ _CONTEXT = 600 * 2**20
 _COMMUNICATOR = 500 * 2**20
 """Buffers of one of NCCL's communicators that is in use: 0.4 to 0.6 GiB."""
 _EXCHANGE = 3_300_000_000
-"""Those of one in which each rank sends to every other: what its first call took."""
+"""Buffers of a communicator in which each rank sends to every other: what its first call took."""
 
 
 class DeviceMemory(NamedTuple):
@@ -44,7 +44,7 @@ class DeviceMemory(NamedTuple):
         return sum(self)
 
     def holding(self, tensors: int) -> DeviceMemory:
-        """The same with other tensors. Without a context it is a CPU, whose allocator keeps nothing."""
+        """This memory with other tensors. Without a context it is a CPU, whose allocator keeps nothing."""
         return self._replace(tensors=tensors, reserved=int(_RESERVED * tensors) if self.context else 0)
 
     def room(self, capacity: int) -> float:
@@ -70,8 +70,8 @@ def device_memory(tensors: int, resolved: Resolved) -> DeviceMemory:
 
 
 def least_device_memory(tensors: int, layout: Layout) -> DeviceMemory:
-    """As :func:`device_memory`, of any configuration with a layout, of which gradients pass all stages: no
-    more than that needs."""
+    """A lower bound on :func:`device_memory` for all configurations with a layout in which gradients pass all
+    stages."""
     axes = ("tensor", "context", "expert", "expert_tensor", *["pipeline"] * 3)
     sizes = (layout.gradient_ranks, *(layout.degrees[axis] for axis in axes))
     return _with(tensors, (Communicator("", size) for size in sizes if size > 1))
@@ -84,7 +84,7 @@ def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
 
 @dataclass
 class DeviceRoom:
-    """What fits on a device.
+    """The memory of a device, and whether tensors fit into it.
 
     Attributes:
         capacity: bytes of its memory.

@@ -89,7 +89,7 @@ def _choice(moe: MoeSettings) -> Iterator[ConfigError]:
 
 
 def _layers(moe: MoeSettings, layers: int) -> Iterator[ConfigError]:
-    """Which layers have experts."""
+    """Problems of the numbers of layers that have experts."""
     if moe.layers != "auto":
         wrong = [number for number in moe.layers if number >= layers]
         if wrong:

@@ -21,11 +21,11 @@ class Implementation(SettingsGroup):
     """A training system. The defaults are what specifications declare, which is what Hexad does."""
 
     name: str
-    """Of the system."""
+    """Name of the system."""
     products: PositiveFloat = 1.0
     """Times as long as the kernels that were measured alone take matrix products in a step."""
     attention: PositiveFloat = 1.0
-    """The same of fused attention."""
+    """Times as long as kernels that were measured alone takes fused attention in a step."""
     flash: Literal["newest", "second"] = "newest"
     """Fused attention: kernels made for the GPU, or FlashAttention 2, which is older than Hopper GPUs."""
     passes: PositiveFloat = 1.0
@@ -40,7 +40,7 @@ class Implementation(SettingsGroup):
     """Part of the time that separate kernels take to convert operands to 8 bits: others convert what they
     compute at once."""
     eight_experts: bool = False
-    """In 8 bits grouped products of experts are computed, too."""
+    """Grouped products of experts are also computed in 8 bits."""
     collectives: PositiveFloat = 1.0
     """Times as long as alone collectives take in a step."""
     collective_calls: PositiveFloat = 1.0
@@ -49,8 +49,8 @@ class Implementation(SettingsGroup):
     """Microseconds at sender and receiver of a message of the pipeline, besides its transfer: the host waits
     for the device before it goes on."""
     scattered: bool = False
-    """Where tensor ranks hold the same activations, each sends a part of a pipeline's message to the next
-    stage, where the parts are gathered (Megatron-LM's scatter-gather)."""
+    """If tensor ranks hold the same activations, each sends a part of a pipeline's message to the next stage,
+    where the parts are gathered (Megatron-LM's scatter-gather)."""
     unfused: bool = False
     """Attention scores are in memory, of all pairs; a row's note may say otherwise."""
     scores: PositiveFloat = 11.0

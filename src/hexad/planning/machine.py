@@ -17,7 +17,7 @@ from hexad.topology.devices import gpu_visible
 
 
 def check_machine(config: Config) -> int:
-    """As :func:`check_packages`, :func:`check_data` and :func:`check_start`, in turn."""
+    """Check packages, data and the start of the run on this machine; returns the vocabulary size."""
     check_packages(config)
     vocab = check_data(config)
     check_start(config)
@@ -111,7 +111,8 @@ def check_data(config: Config) -> int:
 
 
 def check_without_data(config: Config) -> int:
-    """As :func:`check_machine`, before there are data; returns the tokenizer's vocabulary size."""
+    """Check this machine before data exist (see :func:`check_machine`); returns the tokenizer's vocabulary
+    size."""
     check_packages(config)
     check_start(config)
     return _tokenizer(config).vocab_size

@@ -78,7 +78,7 @@ class RankParts(NamedTuple):
 
     @classmethod
     def of(cls, resolved: Resolved, pipeline: int) -> RankParts:
-        """Those of a pipeline rank."""
+        """The parts of a pipeline rank."""
         stages = rank_stages(resolved, pipeline)
         return cls(stages, rank_parameters(stages, resolved.layout))
 
@@ -100,8 +100,8 @@ def _predict(
     load: float | None = None,
     parts: RankParts | None = None,
 ) -> MemoryPlan:
-    """As :func:`predict`, given the schedule with a short steady state, and its transfers of all pipeline
-    ranks."""
+    """Predict memory (:func:`predict`) from the schedule with a short steady state, and the transfers of all
+    pipeline ranks."""
     config, layout = resolved.config, resolved.layout
     pipeline = layout.coordinates(rank)["pipeline"]
     run = execution(config, layout, load)

@@ -232,7 +232,7 @@ class RankMemory:
         return 2.0 * run.tokens * int(model.ffn_hidden) / run.tensor * (gates + result)
 
     def _experts(self, parts: frozenset[str]) -> float:
-        """Of evenly loaded experts: permuted rows, both products' results, and the shared expert."""
+        """Bytes of evenly loaded experts: permuted rows, both products' results, and the shared expert."""
         run, model = self.run, self.case.job.model.settings
         moe = model.moe
         assert moe is not None

@@ -116,7 +116,7 @@ def planned_config(
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of a step goes, on the pipeline rank that computes longest.
+    """The time of a step by cause, on the pipeline rank that computes longest.
 
     Attributes:
         seconds: of the step, by cause; the sum is the step.
@@ -165,7 +165,7 @@ class Plan:
 
     @cached_property
     def _flops(self) -> float:
-        """Of a token."""
+        """FLOPs of a token."""
         return flops_per_token(self.config.model, self.config.data.sequence)
 
     def rate(self, candidate: Candidate) -> float:
@@ -181,7 +181,7 @@ class Plan:
         return candidate.device.total <= self.cluster.capacity
 
     def breakdown(self, candidate: Candidate) -> Breakdown:
-        """Where a step's time goes: what products would take at the published peak, what they take longer,
+        """The time of a step by cause: what products would take at the published peak, what they take longer,
         and everything else."""
         step, schedule = candidate.step, candidate.job.schedule
         ranks = []

@@ -1,4 +1,4 @@
-"""Where what depends on world and tokenizer is resolved: ``auto`` becomes a number."""
+"""Resolves what depends on world and tokenizer: ``auto`` becomes a number."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -18,7 +18,7 @@ from .costs import layer_costs
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What every pipeline rank holds and does.
+    """The layers and the schedule of every pipeline rank.
 
     Attributes:
         schedule: of a training step as configured; valid.

@@ -55,7 +55,8 @@ class StateBuffers:
         return sum(width * size * number for (width, size, *_), number in self._peak.items())
 
     def begin(self, microbatches: int) -> None:
-        """As :meth:`hexad.parallel.data.gradients.Gradients.begin`."""
+        """Begin a step of so many microbatches, as :meth:`hexad.parallel.data.gradients.Gradients.begin`
+        does."""
         self._rounds.begin(microbatches)
 
     def contribute(self, parameters: Sequence[int]) -> None:
@@ -184,8 +185,8 @@ _BEGUN = 4
 
 @dataclass(frozen=True)
 class Peak:
-    """Where the most bytes are held: kept by kind, needed for a moment, and the position of the action among
-    the rank's (None: after all of them)."""
+    """The moment at which the most bytes are held: kept by kind, needed for a moment, and the position of the
+    action among the rank's (None: after all of them)."""
 
     kept: Kept
     transient: int
@@ -198,7 +199,7 @@ class Peak:
 
 
 class StageMemory:
-    """What a stage's actions hold and need, computed once.
+    """The memory of a stage's actions, computed once.
 
     ``recompute``: what its layers recompute; ``numbers``: those of its parameters on the rank, by name;
     ``split``: the schedule has weight gradients as actions of their own.
@@ -301,7 +302,7 @@ class StageMemory:
 
 
 class RankStep:
-    """Walks a rank's actions.
+    """Walks a rank's actions in a step, and counts the bytes that they hold.
 
     The steady part of a schedule is counted once: of every stage's actions of one kind the last, and where
     gradients are not kept over the step the first few, are walked in detail, with gradients and gathers; what

@@ -73,7 +73,7 @@ class Predictor:
 
     @cached_property
     def implementation(self) -> Implementation:
-        """What computes it."""
+        """The system that computes the job."""
         return self.system or own_implementation(self.cluster.hardware)
 
     @cached_property
@@ -218,7 +218,7 @@ class Predictor:
         return StepTime(total, timeline, self.actions, reduced - timeline.makespan, update, weights, besides)
 
     def _reduced(self, rank: int) -> float:
-        """When a pipeline rank's gradients are reduced."""
+        """The time at which a pipeline rank's gradients are reduced."""
         job, schedule = self.job, self.job.schedule
         times = self.timeline.times[rank]
         end = times[-1][1]

@@ -201,7 +201,7 @@ class _Player:
             self.now = collective.end
 
     def time(self) -> ActionTime:
-        """What has been played."""
+        """The time of the operations played so far."""
         computed, exposed, links = dict(self.computed), dict(self.exposed), dict(self.links)
         return ActionTime(self.now, self.host, computed, self.again, exposed, links)
 

@@ -22,7 +22,7 @@ from .memory import execution, rank_buckets, rank_parameters, rank_stages
 from .step import StageGathers
 
 Documents = tuple[int, ...]
-"""Where the documents of a microbatch begin, and its number of tokens."""
+"""First tokens of a microbatch's documents, and its number of tokens."""
 AXES = ("tensor", "context", "pipeline", "data", "expert")
 """Axes that traffic is counted for."""
 _FLOAT64, _INT32 = 8, 4
@@ -41,7 +41,7 @@ _COUNTED = {
 
 @dataclass(frozen=True)
 class StepValues:
-    """What bytes depend on besides the configuration, of the step of one rank.
+    """Values of one rank's step on which bytes depend, besides the configuration.
 
     Attributes:
         documents: of every microbatch of its data rank; None: each sequence is one document.
@@ -127,7 +127,7 @@ class _RankTraffic:
                 self.sent.update(memo[key])
 
     def _layers_of(self, action: Action, run: Execution) -> Iterator[tuple[object, ...]]:
-        """What the bytes of each layer depend on in an action."""
+        """The values on which the bytes of each layer depend in an action."""
         stage, rows = self.stages[action.stage], self.values.rows
         for place, (number, layer) in enumerate(zip(stage.layers, stage.recomputing(self.recompute))):
             if action.kind == "F" or place >= stage.unreached:

@@ -136,7 +136,7 @@ class Errors:
 
 @dataclass
 class PredictionErrors:
-    """Errors of several rows."""
+    """Prediction errors of several rows."""
 
     rows: int = 0
     time: Errors = field(default_factory=Errors)

@@ -1,4 +1,4 @@
-"""What all pictures share: the colours, the style and saving to a file.
+"""Parts that all pictures share: the colours, the style and saving to a file.
 
 Figures are made with :class:`matplotlib.figure.Figure` directly, never through ``pyplot``, which keeps
 global state and may look for a display.

@@ -1,4 +1,4 @@
-"""Which ranks a layout puts into which groups: JSON, tables for the terminal, and a picture.
+"""The groups of ranks of a layout: JSON, tables for the terminal, and a picture.
 
 Dense and expert layers have a grid each: a panel per pipeline stage, in which each row is a group of ranks
 that differ only along the fastest axis in use, usually ``tensor``.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 MOST_STAGES, MOST_ROWS, MOST_COLUMNS = 8, 16, 16
-"""Of each grid the first so many are shown."""
+"""Stages, rows and columns of a grid that are shown at most."""
 
 
 @dataclass(frozen=True)

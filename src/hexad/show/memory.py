@@ -90,7 +90,8 @@ def memory_json(
 
 
 def needed(resolved: Resolved, ranks: Sequence[MemoryPlan], device: Device) -> DeviceMemory:
-    """What the rank that needs the most needs on a device; of one that is only a size, its tensors."""
+    """The memory of a device on the rank that needs the most; of a device known only by its size, that of the
+    tensors."""
     most = largest(ranks).total
     if device.gpu is None:
         return DeviceMemory(most, 0, 0, 0)
@@ -98,7 +99,7 @@ def needed(resolved: Resolved, ranks: Sequence[MemoryPlan], device: Device) -> D
 
 
 def figures(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, int] | None:
-    """Of the rank that needs the most: bytes of tensors, reserved, and of the device; None on a CPU."""
+    """Bytes of the rank that needs the most: of tensors, reserved, and of the device; None on a CPU."""
     if resolved.config.run.device == "cpu":
         return None
     return device_memory(largest(ranks).total, resolved).figures

@@ -69,7 +69,7 @@ def _layouts(plan: Plan) -> Table:
 
 
 def explanation_text(plan: Plan, candidate: Candidate) -> RenderableType:
-    """Where one layout's time and memory go."""
+    """Text on the time and memory of one layout."""
     tree = plan.tree(candidate)
     rate = f"{plan.rate(candidate):,.0f} tokens/s/GPU, MFU {plan.mfu(candidate):.3f}"
     return Group(

@@ -1,4 +1,4 @@
-"""What a run did, from its ``metrics.jsonl``: a summary, a table for the terminal, and a picture."""
+"""A run's metrics, from its ``metrics.jsonl``: a summary, a table for the terminal, and a picture."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MEANINGS = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW":
 """Legend of the kinds of actions."""
 
 COLOURS = dict(zip(MEANINGS, zip(PALE, PALETTE)))
-"""Of each kind: pale for a rank's first, third, .. stage, full for its second, fourth, .. stage."""
+"""Colours by kind: pale for a rank's first, third, .. stage, full for its second, fourth, .. stage."""
 
 
 class Box(NamedTuple):

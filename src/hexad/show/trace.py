@@ -1,4 +1,4 @@
-"""What the ranks of a run did in profiled steps, from the traces in ``run.dir/profile``. No torch.
+"""Kernels of a run's ranks in profiled steps, from the traces in ``run.dir/profile``. No torch.
 
 On a GPU, what counts are its kernels: those of NCCL while no other kernel runs are exposed communication of
 the axis that they were started for. On a CPU, time inside operators is compute, time inside collectives

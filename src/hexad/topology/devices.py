@@ -16,8 +16,8 @@ BF16_FROM, FP8_FROM = (8, 0), (8, 9)
 
 @dataclass(frozen=True)
 class Attainable:
-    """What programs reach at most on a kind of GPU, which is less than its published peaks: under load its
-    clocks fall to what the power limit allows.
+    """Rates that programs reach at most on a kind of GPU, which is less than its published peaks: under load
+    its clocks fall to what the power limit allows.
 
     Attributes:
         products: large bf16 matrix products of random numbers, FLOP/s.

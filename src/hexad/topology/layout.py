@@ -1,5 +1,5 @@
-"""Which ranks work together, and over which tree all of them agree: pure arithmetic on rank numbers, without
-torch.
+"""Groups of ranks that work together, and the tree over which all of them agree: pure arithmetic on rank
+numbers, without torch.
 
 A :class:`Layout` places ``world`` ranks on two grids that share the pipeline axis:
 
@@ -351,7 +351,7 @@ def _coordinate(rank: int, digits: tuple[Digit, ...]) -> int:
 
 
 def _number(coordinate: int, digits: tuple[Digit, ...]) -> int:
-    """What ``coordinate`` along an axis adds to a rank; the inverse of :func:`_coordinate`."""
+    """The number that ``coordinate`` along an axis adds to a rank; the inverse of :func:`_coordinate`."""
     total = 0
     for degree, stride in digits:
         total += coordinate % degree * stride

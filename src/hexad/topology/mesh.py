@@ -127,7 +127,7 @@ class ExpertRanks:
 
     @property
     def place(self) -> int:
-        """Which part of the experts this rank has."""
+        """The number of this rank's part of the experts."""
         return self.expert[self.axis.rank]
 
 
@@ -251,8 +251,8 @@ class Mesh:
         )
 
     def factored(self, name: str, parts: tuple[str, str], size: int) -> Mesh:
-        """The same mesh, one axis of which is also known as the product of two: of the runs of ``size``
-        neighbouring places, and of the places of a run.
+        """This mesh with one axis that is also the product of two: of the runs of ``size`` neighbouring
+        places, and of the places of a run.
 
         Their traffic counts as the whole axis's. Nothing is sent from run to run, so that the first part has
         no process group. Every rank of the default process group calls this together.
@@ -268,7 +268,7 @@ class Mesh:
         return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
 
     def grouped_context(self, size: int) -> Mesh:
-        """The same mesh, whose context axis is also known as the product of two: of the axis ``ring``, and of
+        """This mesh with a context axis that is also the product of two: of the axis ``ring``, and of
         ``ulysses``, runs of ``size`` neighbouring places.
 
         Their traffic counts as the context axis's. Every rank of the default process group calls this
@@ -340,7 +340,7 @@ class Mesh:
     def _group(
         self, axis: str, members: tuple[int, ...], parent: dist.ProcessGroup | None, description: str
     ) -> dist.ProcessGroup | None:
-        """As :func:`new_group`; None where no other rank exists."""
+        """Create a group (:func:`new_group`); None where no other rank exists."""
         if self.world.alone:
             return None
         return new_group(axis, members, parent, self.device, self.timeout, description)
@@ -367,7 +367,7 @@ class Mesh:
 
     @property
     def trace(self) -> Any:
-        """What this rank's collectives are doing, if something watches."""
+        """The trace of this rank's collectives, if something watches."""
         return self.world.trace
 
     def sent_bytes(self) -> dict[str, int]:

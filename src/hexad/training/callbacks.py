@@ -24,7 +24,7 @@ class Outcome:
 
 
 class TrainerState(Protocol):
-    """What a callback may use of the run.
+    """The state of a run that callbacks may use.
 
     Attributes:
         config: resolved.

@@ -109,7 +109,7 @@ class Trainer:
         return _open_data(self.config, self.mesh)
 
     def _data_identities(self) -> Mapping[str, Identity]:
-        """What identifies the data that the run reads, by prefix: the same on all ranks."""
+        """Identities of the data that the run reads, by prefix: the same on all ranks."""
         config = self.config
         validation = config.data.validation_sets.values() if config.validate_.every else ()
         return identities(name for data in (config.data.train, *validation) for name in prefixes(data))

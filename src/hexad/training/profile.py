@@ -18,7 +18,7 @@ from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 from hexad.planning.stages import stage_costs
 
 STEP = "hexad.step"
-"""What a step is labelled with."""
+"""The label of a step."""
 
 
 class StepProfile:

@@ -1,4 +1,4 @@
-"""What a run's engine begins with, and what is saved of it: checkpoints, settings, tokenizer."""
+"""Loading and saving of a run's state: checkpoints, settings, tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("hexad")
 
 
 class Evaluations:
-    """What a run remembers of its evaluations, to keep the best checkpoints and to stop early.
+    """The evaluations of a run, kept to choose the best checkpoints and to stop early.
 
     Attributes:
         best: (loss, step) of the lowest losses, ascending; one, or as many as are kept.
@@ -47,7 +47,7 @@ class Evaluations:
         return (loss, step) in self.best
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint keeps; nothing before the first evaluation."""
+        """Progress for a checkpoint; nothing before the first evaluation."""
         known = bool(self.best or self.since)
         return {"validation": {"best": self.best, "since": self.since}} if known else {}
 

@@ -1,4 +1,4 @@
-"""Where our global tensors stand in published (Hugging Face) checkpoints, after the family's names."""
+"""The places of our global tensors in published (Hugging Face) checkpoints, by the family's names."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """Where a part of one of our global tensors stands in a published state dict.
+    """The place of a part of one of our global tensors in a published state dict.
 
     Attributes:
         name: its key.
@@ -63,7 +63,7 @@ Form = tuple[PublishedTensor, ...]
 
 @dataclass(frozen=True)
 class PublishedWeight:
-    """Where one of our global tensors stands in a published state dict.
+    """The place of one of our global tensors in a published state dict.
 
     Attributes:
         shape: of ours.

@@ -1,1 +1,1 @@
-"""From raw text to token files."""
+"""Build token files from raw text."""

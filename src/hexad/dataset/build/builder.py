@@ -1,4 +1,5 @@
-"""From raw data to an indexed dataset in many processes, with the same bytes for any number; its summary."""
+"""Build an indexed dataset from raw data in many processes, with the same bytes for any number; its
+summary."""
 
 import os
 import signal
@@ -201,7 +202,7 @@ def _not_written(files: Sequence[InputFile], prefix: str | Path) -> list[InputFi
 
 
 def _facts(encoder: Tokenizer, reading: Reading, frame: _Frame, framed: set[bool]) -> dict[str, Any]:
-    """What the sidecar records besides counts."""
+    """The facts that the sidecar records besides counts."""
     return {
         "tokenizer": encoder.name,
         "vocab": encoder.vocab_size,

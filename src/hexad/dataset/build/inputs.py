@@ -25,7 +25,7 @@ class InputFile(NamedTuple):
 
 
 class InputFiles(NamedTuple):
-    """What :func:`find_files` has found.
+    """The result of :func:`find_files`.
 
     Attributes:
         files: to read.
@@ -105,7 +105,7 @@ def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
 
 
 class _Entry(NamedTuple):
-    """What is in a directory, at any depth, and is no directory to descend into.
+    """An entry of a directory, at any depth, that is not a directory to descend into.
 
     Attributes:
         path: of it.

@@ -1,4 +1,4 @@
-"""From a record of a file to a document: its text, and which part of the text is trained."""
+"""Turn a record of a file into a document: its text, and which part of the text is trained."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

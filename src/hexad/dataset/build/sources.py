@@ -56,7 +56,7 @@ class InputPart:
 
 
 class Place(NamedTuple):
-    """Where a record stands in a file: the number of its line, table row or array element, or the byte offset
+    """The place of a record in a file: the number of its line, table row or array element, or the byte offset
     of its line, which is counted only for a message."""
 
     path: Path
@@ -253,7 +253,7 @@ _KINDS = {
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a record is, for messages."""
+    """The kind of a record's value, for messages."""
     shown = f" ({value!r})" if isinstance(value, int | float) and not isinstance(value, bool) else ""
     return _KINDS.get(type(value), type(value).__name__) + shown
 

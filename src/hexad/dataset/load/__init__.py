@@ -1,1 +1,1 @@
-"""From token files to microbatches."""
+"""Load microbatches from token files."""

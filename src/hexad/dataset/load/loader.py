@@ -250,7 +250,8 @@ def _report(setting: str, source: WholeSamples) -> None:
 
 
 VALIDATION_SEED = 1234
-"""Of the order of data for validation and evaluation, whatever ``run.seed`` is, so that scores compare."""
+"""Seed of the order of data for validation and evaluation, whatever ``run.seed`` is, so that scores
+compare."""
 
 
 def loader_from_config(

@@ -151,7 +151,7 @@ class Microbatch:
         return replace(self, labels=self.labels.masked_fill(late, IGNORED))
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch on ``device``."""
+        """This microbatch on ``device``."""
         moved = streams.of(device).moved
         numbers = None if self.numbers is None else moved(self.numbers, device)
         tokens, labels = moved(self.tokens, device), moved(self.labels, device)
@@ -205,7 +205,7 @@ def _joined(
 def _check_sequences(
     sequences: Sequence[Sequence[int]], given: Sequence[int], extras: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
-    """See that sequences, and what is said of them, have fitting lengths."""
+    """Check that sequences, and the tensors that describe them, have matching lengths."""
     for name, values in {"given": given, **extras}.items():
         if len(values) != len(sequences):
             raise HexadError(f"{name}: found {len(values)} values for {len(sequences)} sequences")

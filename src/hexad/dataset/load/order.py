@@ -24,7 +24,7 @@ _HALF_ROUNDS = 8
 
 
 def permute(index: NDArray[np.int64], size: int, *words: int | str) -> NDArray[np.int64]:
-    """Where the permutation named by ``words`` takes each index.
+    """Apply the permutation named by ``words`` to each index.
 
     Args:
         index: int64 ``[n]``, each in ``0 .. size - 1``.
@@ -89,7 +89,7 @@ class Blend:
         self._block = lru_cache(maxsize=2)(self._computed)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Where samples come from.
+        """The source of each sample, and its number there.
 
         Args:
             samples: int64 ``[n]``, counted from 0 over the whole run.

@@ -42,12 +42,12 @@ _FORMAT = "hexad-stream-2"
 def document_order(
     places: NDArray[np.int64], documents: int, key: tuple[int, int], epoch: int
 ) -> NDArray[np.int64]:
-    """Which documents stand at some places of an epoch's order; ``key`` is (seed, source)."""
+    """Numbers of the documents at some places of an epoch's order; ``key`` is (seed, source)."""
     return permute(places, documents, *key, epoch, "documents")
 
 
 class Samples(NamedTuple):
-    """Some samples, each with one token more than it has inputs: the label of the last one.
+    """Samples, each with one token more than it has inputs: the label of the last one.
 
     Attributes:
         tokens: int64 ``[n, sequence + 1]``.
@@ -235,7 +235,8 @@ class SampleSource(Source):
         return Samples(tokens.reshape(-1, width), begins.reshape(-1, width), trained)
 
     def _parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """Where each document of an epoch's order begins in its stream, many at a time, and the total."""
+        """The place in its stream where each document of an epoch's order begins, many at a time, and the
+        total."""
         self.data.verify()
         documents, threads = self.data.documents, min(_THREADS, os.cpu_count() or 1)
 

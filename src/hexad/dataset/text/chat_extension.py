@@ -14,7 +14,7 @@ MARKS = "__generation_marks__"
 
 @dataclass
 class Marks:
-    """Where the blocks of one rendering are in its text.
+    """Places of the blocks of one rendering in its text.
 
     Attributes:
         length: characters of the text so far, counted by the caller that renders it.

@@ -37,7 +37,7 @@ class TemplateLimit(Exception):
 
 
 class Budget:
-    """What one rendering may still do.
+    """The work that one rendering may still do.
 
     Args:
         size: of the conversation, in characters and values.
@@ -106,7 +106,7 @@ class _BoundedContext(Context):
 
     @cached_property
     def budget(self) -> Budget:
-        """In proportion to the variables."""
+        """The budget, charged in proportion to the number of variables."""
         return Budget(sum(map(_measured, self.parent.values())))
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
@@ -126,7 +126,7 @@ def _measured(value: Any) -> int:
 
 
 class _Passes:
-    """What a loop runs over, each item charged.
+    """The items of a loop, each charged to the budget.
 
     Args:
         cost: operations of a pass.

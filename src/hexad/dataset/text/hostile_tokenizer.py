@@ -1,4 +1,4 @@
-"""What a ``tokenizer.json`` may ask for, and its library's failures as errors of one line. No torch.
+"""Checks of what a ``tokenizer.json`` asks for, and its library's failures as errors of one line. No torch.
 
 The library is written in Rust. Where a file contradicts itself it may *panic*, when it is loaded or only for
 some texts: the exception is no ``Exception``, and Rust writes a message of its own to the standard error.

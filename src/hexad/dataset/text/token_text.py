@@ -1,4 +1,4 @@
-"""What a token adds to a text, after which tokens: stated here for every tokenizer. No torch.
+"""The text that a token adds after given tokens, for every tokenizer. No torch.
 
 Most tokenizers are *piecewise*: a token adds the same bytes of UTF-8 in every place, except that spaces at
 the beginning of a text are the tokenizer's own (SentencePiece's dummy prefix). What a token of another kind
@@ -28,7 +28,7 @@ from .tokenizer import (
 )
 
 _SPACE = "\u2581"
-"""What SentencePiece writes for a space."""
+"""The character that SentencePiece writes for a space."""
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ESCAPED = re.compile("[\udc80-\udcff]")
 _UNLIMITED = 2**31
@@ -60,7 +60,7 @@ class TokenBytes:
 
 
 class TokenText:
-    """What each token of a tokenizer adds to a text.
+    """The text that each token of a tokenizer adds.
 
     Attributes:
         specials: the texts of special tokens by id; they add nothing to a text.
@@ -107,7 +107,8 @@ class TokenText:
 
     @cached_property
     def _probes(self) -> list[tuple[bytes, bytes]]:
-        """What ordinary tokens make of some texts, and these texts."""
+        """(Bytes that the tokens of a probe add, bytes of the probe) of probes that ordinary tokens
+        encode."""
         assert self.pieces is not None
         encoded = ((self.tokenizer.encode(probe), probe.encode()) for probe in _PROBES)
         ordinary = ((ids, probe) for ids, probe in encoded if self._added.keys().isdisjoint(ids))
@@ -165,7 +166,7 @@ class ByteCounts(NamedTuple):
 
 
 class Added(NamedTuple):
-    """What one token adds.
+    """The bytes and text that one token adds.
 
     Attributes:
         value: its bytes of UTF-8, which may be part of a character.
@@ -180,13 +181,13 @@ class _ByteSource(Protocol):
     """The bytes of tokens that follow one another."""
 
     def value(self, token: int) -> bytes:
-        """What a token would add."""
+        """The bytes that a token would add."""
 
     def accept(self, token: int) -> None:
         """Append the token."""
 
     def rest(self) -> bytes:
-        """What is still held back at the end."""
+        """The bytes that are still held back at the end."""
 
 
 class TextDecoder:
@@ -232,7 +233,7 @@ class _Beginning:
         self._pieces, self.left = pieces, left
 
     def value(self, token: int) -> bytes:
-        """What a token adds here."""
+        """The bytes that a token adds here."""
         return self._pieces.value(token)[min(self.left, self._pieces.leading(token)) :]
 
     def accept(self, token: int) -> None:
@@ -304,8 +305,8 @@ class _EncodedPrompt:
 
 
 class _Differences:
-    """What decoding all tokens has beyond decoding those before; of a character whose bytes are in several
-    tokens, with the last of them."""
+    """The text of all tokens beyond that of the tokens before; a character whose bytes are in several tokens
+    comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer, specials: Iterable[int], before: Sequence[int]) -> None:
         self._tokenizer, self._specials = tokenizer, frozenset(specials)
@@ -500,8 +501,8 @@ def _of_byte_level(token: str) -> bytes:
 
 
 def _replaced(steps: Sequence[dict[str, Any]]) -> Callable[[str], bytes] | None:
-    """What a token adds where a decoder replaces texts and takes ``<0x0A>`` for bytes, before it joins tokens
-    and removes spaces at the beginning; None: it does something else."""
+    """The bytes that a token adds where a decoder replaces texts and takes ``<0x0A>`` for bytes, before it
+    joins tokens and removes spaces at the beginning; None: it does something else."""
     kinds = [str(step.get("type")) for step in steps]
     order = ["Replace", "ByteFallback", "Fuse", "Strip"]
     if not kinds or any(kind not in order for kind in kinds):

@@ -40,7 +40,7 @@ class Offsets(NamedTuple):
     end: Ids
 
     def within(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-        """Which tokens have a character in one of some (start, stop) ranges, bool ``[length]``."""
+        """Mask of the tokens that have a character in one of some (start, stop) ranges, bool ``[length]``."""
         inside = np.zeros(len(self.ids), dtype=np.bool_)
         for start, stop in spans:
             inside |= (self.end > start) & (self.begin < stop)

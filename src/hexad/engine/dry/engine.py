@@ -65,7 +65,7 @@ class DryEngine(Engine):
 
 
 def _assumed(parts: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """What the host reads at the end of a step: a norm and a factor of 1, so that there is an update, and 0
-    of all that is only reported."""
+    """The values that the host reads at the end of a step: a norm and a factor of 1, so that there is an
+    update, and 0 of all that is only reported."""
     numbers = [number for part in parts for number in [0.0 if part.dim() else 1.0] * part.numel()]
     return lambda: numbers

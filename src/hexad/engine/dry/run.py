@@ -34,7 +34,7 @@ COMPONENTS = ("parameters", "gradients", "master", "optimizer", "activations", "
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rank needed and sent in one step.
+    """Memory and traffic of a rank in one step.
 
     Attributes:
         rank, world: its global number, and the number of ranks.
@@ -223,7 +223,7 @@ def _microbatches(config: Config, contexts: int, context_rank: int) -> list[Micr
 
 
 def _state(engine: DryEngine) -> Iterator[tuple[Tensor, str]]:
-    """What an engine holds all the time, and what it is. Of memory with two uses the first one counts."""
+    """The memory that an engine holds all the time, by kind. Of memory with two uses the first one counts."""
     kinds: dict[Tensor, str] = {}
     for bucket in engine.buckets:
         if bucket.plan.resident or bucket.plan.frozen:

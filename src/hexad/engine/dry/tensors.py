@@ -70,7 +70,8 @@ class DryTensors(Fusing):
         return result
 
     def fused(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """See :class:`Fusing`: what generated code keeps in registers takes no memory."""
+        """Run a fused function (:class:`Fusing`): values that generated code keeps in registers take no
+        memory."""
         if self._fused:
             return function(*arguments)
         self._fused = True
@@ -167,7 +168,7 @@ _DEVICE: Any = torch.Tensor.device.__get__
 
 
 class _DryRmsNorm(torch.autograd.Function):
-    """What PyTorch's kernel for GPUs takes and keeps; on ``meta`` it is a chain of operators."""
+    """RMS norm with the memory of PyTorch's GPU kernel; on ``meta`` it is a chain of operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

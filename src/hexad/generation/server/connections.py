@@ -28,7 +28,7 @@ _SLOWEST = 64 * 2**10
 
 
 class Limits:
-    """What all connections of a server share.
+    """The limits that all connections of a server share.
 
     Args:
         connections: open at once.
@@ -168,7 +168,7 @@ _BUSY = (
 
 
 class _QuietLogger(logging.LoggerAdapter[logging.Logger]):
-    """What uvicorn says about a connection, at most once a minute."""
+    """Logs uvicorn's messages about a connection, at most one a minute."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(logging.getLogger("uvicorn.error"))

@@ -26,7 +26,7 @@ from .service import Failed, Unavailable
 from .tools import FunctionCall, ToolFormat, ToolReader
 
 _ID_BYTES, _LOGPROB_BYTES = 80, 160
-"""What the server keeps of a token: its id, in the request and in the sequence; a log-probability."""
+"""Bytes that the server keeps of a token: its id, in the request and in the sequence; a log-probability."""
 _PIECE = 512
 """Elements of a list that are written as JSON at once: meanwhile no other thread runs."""
 

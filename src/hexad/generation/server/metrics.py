@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' format."""
+"""The counters of a server, in Prometheus' format."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class ToolFormat:
 
 
 def _answer(template: ChatTemplate, calls: int) -> str:
-    """What a template writes for an answer of calls, from where it differs from an answer of text."""
+    """The template's text for an answer of calls, from where it differs from an answer of text."""
     parameters = {"type": "object", "properties": {_KEY: {"type": "string", "description": "-"}}}
     described = {"description": "-", "parameters": {**parameters, "required": [_KEY]}}
     tools = [{"type": "function", "function": {"name": name, **described}} for name in _NAMES]
@@ -217,7 +217,7 @@ def _format(one: str, two: str | None) -> ToolFormat | None:
 
 
 class _Spelled(NamedTuple):
-    """Where a call is in a text: as a whole, its name, its arguments."""
+    """The place of a call in a text: of all of it, its name, its arguments."""
 
     start: int
     stop: int
@@ -275,7 +275,7 @@ def _next(text: str, place: int) -> int:
 
 
 def _end_of_json(text: str, start: int) -> int | None:
-    """Where the object at a place ends."""
+    """The index at which the JSON object at a place ends."""
     if not text.startswith("{", start):
         return None
     try:

@@ -104,7 +104,7 @@ def latent_settings(keys: ConfigFile) -> dict[str, Any]:
 
 
 def _score_magnitude(keys: ConfigFile) -> float:
-    """What YaRN multiplies queries and keys by as a whole; ``mscale`` is for what of them is rotated."""
+    """YaRN's factor of complete queries and keys; ``mscale`` is for what of them is rotated."""
     name = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     rope = keys.raw.get(name)
     if not isinstance(rope, dict) or not rope.get("mscale_all_dim"):

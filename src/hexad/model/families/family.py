@@ -1,5 +1,5 @@
-"""What a family of models is: the modules and options it picks, its published names, and how its
-``config.json`` is read, with errors that name the key. No torch."""
+"""Families of models: the modules and options it picks, its published names, and how its ``config.json`` is
+read, with errors that name the key. No torch."""
 
 import json
 import re
@@ -213,7 +213,7 @@ class Family:
         return next((path for path in (rest, rest.rpartition(".")[0]) if path in modules), None)
 
     def defaults(self, model: ModelSettings) -> dict[str, Any]:
-        """What ``auto`` means for the settings that follow from others."""
+        """Values of ``auto`` for the settings that follow from others."""
         heads, hidden = model.heads, model.hidden
         width = hidden // heads if model.mla is None else model.mla.head_dim
         return {

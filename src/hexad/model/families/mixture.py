@@ -1,4 +1,4 @@
-"""What families with experts have in common: how ``model.moe`` reads and is written in ``config.json``."""
+"""Code that families with experts share: how ``model.moe`` reads and is written in ``config.json``."""
 
 from typing import Any
 

@@ -169,7 +169,7 @@ def _start(packed: Tensor, round_: Round, axis: Axis) -> Pending:
 
 
 def _cut(rows: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Some runs of rows; not copied where it is one."""
+    """The runs of rows; one run is not copied."""
     parts = [rows[begin:end] for begin, end in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else rows[:0]
 

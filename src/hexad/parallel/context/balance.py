@@ -91,7 +91,7 @@ def _best_swap(owner: Ints, pieces: BalancePieces, loads: Floats, tolerance: flo
 
 
 class _Change:
-    """By how many keys the needs of a piece's rank change where it loses that piece and gets another one."""
+    """The change in the number of keys that a piece's rank needs if it swaps the piece for another one."""
 
     def __init__(self, owner: Ints, pieces: BalancePieces, ranks: int) -> None:
         self._owner, self._document, self._end = owner, pieces.document, pieces.end
@@ -113,17 +113,17 @@ class _Change:
 
 
 TOLERANCE = 0.04
-"""By how much the work of a rank may differ from the mean before tokens are divided more finely."""
+"""Part by which the work of a rank may differ from the mean before tokens are divided more finely."""
 _MOST_PIECES = 1 << 14
-"""Pieces of a microbatch."""
+"""Pieces of a microbatch at most."""
 _ALIKE = (np.inf, 1.0, 0.5, 0.25, 0.1, 0.0)
 """Pieces whose work differs by less than this, of the mean, may be swapped."""
 _SWAPPED = (2.0, 1.0)
-"""The same, of divisions that are too uneven without swaps."""
+"""Likewise for divisions that are too uneven without swaps."""
 _SWAPPED_PIECES = 8
 """Pieces of a rank that may be swapped."""
 _MOST_SWAPS = 128
-"""They take some 50 us each."""
+"""Swaps at most; each takes some 50 us."""
 _FEWER = 0.9
 """Swaps trade even work for messages: they must leave less than this part of the tokens to receive."""
 

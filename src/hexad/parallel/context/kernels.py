@@ -163,7 +163,8 @@ class CpuFlash(Kernel):
             del gradients
 
     def _options(self, tile: Tile, block: _Block, q: Tensor) -> dict[str, Any]:
-        """Which keys queries see: by a mask to add, where there is a limit from below."""
+        """Arguments that select the keys that queries see: a mask to add, where there is a limit from
+        below."""
         if tile.low is None:
             return {"is_causal": tile.causal, "attn_mask": None, "scale": self.scale}
         hidden = ~_seen(tile, block, q.device)
@@ -217,7 +218,7 @@ class CudaFlash(Kernel):
 
 @lru_cache(maxsize=512)  # of a microbatch's tiles, which all layers compute
 def _places(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Where the blocks of queries and of keys begin, int32 on the device, and the largest of each."""
+    """First indices of the blocks of queries and of keys, int32 on the device, and the largest of each."""
     offsets: list[Any] = []
     for bounds in (tile.queries, tile.keys):
         host = torch.tensor([bound - bounds[0] for bound in bounds], dtype=torch.int32)

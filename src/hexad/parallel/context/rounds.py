@@ -1,4 +1,4 @@
-"""What a rank of a ring computes with the keys of each rank, and what they send each other. No torch."""
+"""The rounds of a ring: what a rank computes with the keys of each rank, and the messages. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,8 +42,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank does in one round: rank ``r`` sends keys and values to ``r + n``, and computes with those
-    of ``r - n``.
+    """The computation and messages of a rank in one round: rank ``r`` sends keys and values to ``r + n``, and
+    computes with those of ``r - n``.
 
     Attributes:
         distance: ``n``.

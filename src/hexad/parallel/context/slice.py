@@ -1,5 +1,5 @@
-"""Which rank holds which tokens of a microbatch: data, from which positions, labels, dropout keys, masks and
-messages follow. No torch."""
+"""The division of a microbatch's tokens over ranks: data, from which positions, labels, dropout keys, masks
+and messages follow. No torch."""
 
 from __future__ import annotations
 

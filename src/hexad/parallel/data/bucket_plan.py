@@ -1,5 +1,5 @@
-"""Which parameters share a bucket, and how large it is. No torch: the trainer and the memory model both call
-:func:`plan_buckets`."""
+"""The assignment of parameters to buckets, and their sizes. No torch: the trainer and the memory model both
+call :func:`plan_buckets`."""
 
 from __future__ import annotations
 

@@ -229,8 +229,8 @@ class Bucket:
             self.master.copy_(torch.where(changed, values.to(self.master.dtype), self.master))
 
     def written_too(self) -> Tensor | None:
-        """Where an update on the device writes the new master values too, in the model's format, so that
-        :meth:`publish` does not copy them; None where there is no copy."""
+        """The tensor to which an update on the device also writes the new master values, in the model's
+        format, so that :meth:`publish` does not copy them; None where there is no copy."""
         if self.offloaded or same_place(self.source, self.master):
             return None
         self._read(self.members[0].parameter)  # waits where its old values are still being gathered

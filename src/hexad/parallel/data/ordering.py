@@ -1,6 +1,6 @@
-"""When buckets are reduced and gathered: which gradients are complete, which reductions are under way, and
-when weights that are not resident (ZeRO 3) are gathered and released. No torch: trainer and memory model
-follow the same counts."""
+"""The order in which buckets are reduced and gathered: which gradients are complete, which reductions are
+under way, and when weights that are not resident (ZeRO 3) are gathered and released. No torch: trainer and
+memory model follow the same counts."""
 
 from collections import deque
 from collections.abc import Sequence

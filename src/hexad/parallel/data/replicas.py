@@ -16,7 +16,7 @@ from .buckets import Bucket, Shardings
 _BLOCK = 1 << 20
 """Elements hashed at a time."""
 _MOST_WEIGHTS, _MOST_VALUES, _MOST_RANKS = 100, 64, 8
-"""What is kept of weights that differ, so that a report does not grow with the world."""
+"""Limits of the report on weights that differ, so that a report does not grow with the world."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x3C6EF372FE94F82A  # twice SplitMix64's increment: times an index and plus one it is odd
 

@@ -36,11 +36,11 @@ class Deduplicated(Route):
 
     @property
     def offsets(self) -> Tensor:  # type: ignore[override]
-        """See :class:`Route`."""
+        """Ends of the rows of each of this rank's experts."""
         return self._arrived.offsets
 
     def scatter_both(self, x: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Route`."""
+        """Scatter rows and the values of their pairs."""
         dispatcher = self.dispatcher
         arrival = self._exchange.dispatch(x, self.experts, pairs, dispatcher.experts, self.most)
         self._handle, local = arrival.handle, dispatcher.local
@@ -57,16 +57,16 @@ class Deduplicated(Route):
     def collect_both(
         self, rows: Tensor, values: Tensor, needs_rows: bool = True, needs_values: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See :class:`Route`."""
+        """Sum each token's rows, and the values of its pairs."""
         sums, pairs = self._arrived.sums_of(rows), self._arrived.pairs_of(values) if needs_values else None
         return self._exchange.combine(sums, self.experts, self._handle, pairs)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """``[tokens, hidden]`` -> ``[rows of this rank's experts, hidden]``, sorted by expert."""
         return self._arrived.rows_of(self._exchange.again(x, self.experts, self._handle))
 
     def collect(self, rows: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """Rows of this rank's experts -> ``[tokens, hidden]``: the sum of each token's rows."""
         return self._exchange.combine(self._arrived.sums_of(rows), self.experts, self._handle)[0]
 
     @property

@@ -52,12 +52,12 @@ class Route(ABC):
 
     @abstractmethod
     def collect(self, rows: Tensor) -> Tensor:
-        """What :meth:`scatter` returns -> ``[tokens, hidden]``: the sum of each token's rows."""
+        """Rows in the order of :meth:`scatter` -> ``[tokens, hidden]``: the sum of each token's rows."""
 
     @abstractmethod
     def scatter_both(self, x: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Besides, ``pairs [tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's
-        pair."""
+        """:meth:`scatter`, and ``pairs [tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of
+        each row's pair."""
 
     @abstractmethod
     def collect_both(
@@ -71,13 +71,13 @@ class Separate(Route):
     """Sends rows and the values of their pairs one after the other."""
 
     def scatter_both(self, x: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Route`."""
+        """Scatter rows and the values of their pairs."""
         return self.scatter(x), self.scatter_pairs(pairs)
 
     def collect_both(
         self, rows: Tensor, values: Tensor, needs_rows: bool = True, needs_values: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See :class:`Route`."""
+        """Sum each token's rows, and the values of its pairs."""
         collected = self.collect(rows) if needs_rows else None
         return collected, self.collect_pairs(values) if needs_values else None
 
@@ -87,8 +87,8 @@ class Separate(Route):
 
     @abstractmethod
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """What :meth:`scatter_pairs` returns -> ``[tokens, top_k]``, summed over the ranks that have a part
-        of the expert."""
+        """Values in the order of :meth:`scatter_pairs` -> ``[tokens, top_k]``, summed over the ranks that
+        have a part of the expert."""
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,23 @@ class Local(Separate):
 
     @property
     def offsets(self) -> Tensor:  # type: ignore[override]
-        """See :class:`Route`."""
+        """Ends of the rows of each of this rank's experts."""
         return self.permutation.offsets
 
     def scatter(self, x: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """``[tokens, hidden]`` -> ``[rows of this rank's experts, hidden]``, sorted by expert."""
         return self.permutation.rows_of(x)
 
     def collect(self, rows: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """Rows of this rank's experts -> ``[tokens, hidden]``: the sum of each token's rows."""
         return self.permutation.sums_of(rows, self.exactly)
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """``[tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's pair."""
         return self.permutation.values_of(pairs)
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """Values of rows -> ``[tokens, top_k]``, summed over the ranks that have a part of the expert."""
         return self.permutation.pairs_of(values)
 
 
@@ -143,23 +143,23 @@ class Gathered(Separate):
 
     @property
     def offsets(self) -> Tensor:  # type: ignore[override]
-        """See :class:`Route`."""
+        """Ends of the rows of each of this rank's experts."""
         return self.permutation.offsets
 
     def scatter(self, x: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """``[tokens, hidden]`` -> ``[rows of this rank's experts, hidden]``, sorted by expert."""
         return self.permutation.rows_of(self._whole(x))
 
     def collect(self, rows: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """Rows of this rank's experts -> ``[tokens, hidden]``: the sum of each token's rows."""
         return reduce_scatter(self.permutation.sums_of(rows), self.ranks.axis)[: self.tokens]
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """``[tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's pair."""
         return self.permutation.values_of(self._whole(pairs))
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """Values of rows -> ``[tokens, top_k]``, summed over the ranks that have a part of the expert."""
         pairs = self.permutation.pairs_of(values).contiguous()
         return reduce_scatter(pairs, self.ranks.axis)[: self.tokens]
 
@@ -201,25 +201,25 @@ class Exchanged(Separate):
 
     @property
     def offsets(self) -> Tensor:  # type: ignore[override]
-        """See :class:`Route`."""
+        """Ends of the rows of each of this rank's experts."""
         return self.arrived.offsets
 
     def scatter(self, x: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """``[tokens, hidden]`` -> ``[rows of this rank's experts, hidden]``, sorted by expert."""
         return self._out(x[self.order // self.places.shape[1]])
 
     def collect(self, rows: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """Rows of this rank's experts -> ``[tokens, hidden]``: the sum of each token's rows."""
         return gathered_sum(self._back(rows), self.places, self.present, self.exactly)
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """``[tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's pair."""
         # Those of an expert's slices are neighbours.
         order = self.order if self.slices == 1 else self.order // self.slices
         return self._out(pairs.flatten()[order])
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """Values of rows -> ``[tokens, top_k]``, summed over the ranks that have a part of the expert."""
         pairs = torch.where(self.present, self._back(values)[self.places], 0)
         return pairs if self.slices == 1 else pairs.unflatten(1, (-1, self.slices)).sum(2)
 
@@ -423,7 +423,7 @@ def dispatch(x: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor]:
 
 
 def combine(rows: Tensor, route: Route, like: Tensor, unused: bool = False) -> Tensor:
-    """What experts made of their rows -> ``[tokens, hidden]``, summed over each token's experts.
+    """Combine the results of experts -> ``[tokens, hidden]``, summed over each token's experts.
 
     Args:
         rows: in the order in which :func:`dispatch` returned them.

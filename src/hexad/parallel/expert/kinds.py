@@ -41,7 +41,7 @@ class DispatcherKind:
 
 
 def _common(config: Config) -> Iterator[str]:
-    """What dispatchers for GPUs need."""
+    """Requirements of dispatchers for GPUs."""
     dtype, slices = config.precision.dtype, config.parallel.expert_tensor
     if config.run.device == "cpu":
         yield "a CUDA device, not run.device cpu"
@@ -52,7 +52,7 @@ def _common(config: Config) -> Iterator[str]:
 
 
 class BufferBound(NamedTuple):
-    """What bounds the rows of a rank's buffers of a static size.
+    """The bound on the rows of a rank's buffers of a static size.
 
     Attributes:
         allowance: rows, as a multiple of an even load.
@@ -103,8 +103,8 @@ def _nvshmem(config: Config) -> Iterator[str]:
 _SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 """Ranks of a group for which DeepEP has settings; more than 8 are on several hosts."""
 _WITHIN, _BETWEEN = (16, 8176), (256, 7936)
-"""What ``model.hidden`` must be a multiple of, and its largest value, within a host and between hosts: a
-token must fit the shared memory of DeepEP's warps."""
+"""The number of which ``model.hidden`` must be a multiple, and its largest value, within a host and between
+hosts: a token must fit the shared memory of DeepEP's warps."""
 
 
 def _deepep(config: Config) -> Iterator[str]:

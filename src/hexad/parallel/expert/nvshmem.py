@@ -52,19 +52,19 @@ class Symmetrical(Separate):
     arrival: list[Tensor] = field(default_factory=list)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """``[tokens, hidden]`` -> ``[rows of this rank's experts, hidden]``, sorted by expert."""
         return self._out(x, self.pairs // self.places.shape[1])
 
     def collect(self, rows: Tensor) -> Tensor:
-        """See :class:`Route`."""
+        """Rows of this rank's experts -> ``[tokens, hidden]``: the sum of each token's rows."""
         return gathered_sum(self._back(rows), self.places, self.present)
 
     def scatter_pairs(self, pairs: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """``[tokens, top_k]`` -> ``[rows of this rank's experts]``: the value of each row's pair."""
         return self._out(pairs.flatten(), self.pairs)
 
     def collect_pairs(self, values: Tensor) -> Tensor:
-        """See :class:`Separate`."""
+        """Values of rows -> ``[tokens, top_k]``, summed over the ranks that have a part of the expert."""
         return torch.where(self.present, self._back(values)[self.places], 0)
 
     def _out(self, x: Tensor, index: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Permutation(NamedTuple):
-    """Where pairs stand when they are sorted by expert.
+    """The order of pairs sorted by expert.
 
     Attributes:
         order: int64 ``[rows]``, the pair of each row; rows from the last offset on belong to none.

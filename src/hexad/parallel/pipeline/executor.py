@@ -24,9 +24,9 @@ from .transfers import Exchange, transfers
 M = TypeVar("M")
 
 Stage = Callable[[M, Tensor | None, float | None], Tensor]
-"""What one stage computes, given a microbatch, the hidden states of the stage before (None on the first), and
-what the loss will be multiplied by before it is differentiated (None in evaluation): hidden states, and on
-the last stage a scalar, the sum of the microbatch's token losses."""
+"""The computation of one stage, given a microbatch, the hidden states of the stage before (None on the
+first), and what the loss will be multiplied by before it is differentiated (None in evaluation): hidden
+states, and on the last stage a scalar, the sum of the microbatch's token losses."""
 
 Buffer = Callable[[M, int], Tensor]
 """Makes an uninitialised tensor like the result of a stage, given microbatch and stage."""
@@ -180,7 +180,7 @@ class _PointToPoint(Generic[M]):
 
 
 class _Graph(NamedTuple):
-    """What is held of a stage and a microbatch from ``F`` to ``B``.
+    """The autograd graph of a stage and a microbatch, held from ``F`` to ``B``.
 
     Attributes:
         inputs: whose gradient goes to the stage before; None if none does.
@@ -194,7 +194,8 @@ class _Graph(NamedTuple):
 
 @dataclass
 class _Walk(Generic[M]):
-    """What one run holds: activations from ``F`` to ``B``, and operands of weight gradients to ``W``."""
+    """The state of one execution: activations from ``F`` to ``B``, and operands of weight gradients to
+    ``W``."""
 
     schedule: Schedule
     stages: Mapping[int, Stage[M]]

@@ -1,4 +1,4 @@
-"""Which layers each stage holds: contiguous, every layer exactly once."""
+"""The division of layers into stages: contiguous, every layer exactly once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,7 +133,7 @@ def _least_limit(kinds: list[_Ends], total: int) -> int:
 
 
 def _furthest(kinds: list[_Ends], limit: int) -> list[int]:
-    """For each stage the largest end of its layers, all within ``limit``; empty if there is none.
+    """The largest end of each stage's layers, all within ``limit``; empty if there is none.
 
     The largest end is never worse: costs are not negative.
     """

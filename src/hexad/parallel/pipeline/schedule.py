@@ -62,7 +62,7 @@ class Action(NamedTuple):
 
     @property
     def needs(self) -> Message | None:
-        """What it takes from a neighbouring stage, if there is one; None of ``W``."""
+        """The message that it takes from a neighbouring stage, if there is one; None of ``W``."""
         if self.kind == "W":
             return None
         forward = self.kind == "F"
@@ -70,7 +70,7 @@ class Action(NamedTuple):
 
     @property
     def gives(self) -> Message | None:
-        """What it computes for a neighbouring stage, if there is one; None of ``W``."""
+        """The message that it computes for a neighbouring stage, if there is one; None of ``W``."""
         return None if self.kind == "W" else Message(self.kind[0], self.stage, self.microbatch)
 
 
@@ -267,8 +267,8 @@ class Shortened:
 
 @dataclass(frozen=True)
 class _Steady:
-    """Where a rank's actions repeat: ``actions[i + length]`` is ``actions[i]`` of a later microbatch for all
-    ``i`` from ``begin`` to ``end - 1``."""
+    """The range in which a rank's actions repeat: ``actions[i + length]`` is ``actions[i]`` of a later
+    microbatch for all ``i`` from ``begin`` to ``end - 1``."""
 
     begin: int
     end: int

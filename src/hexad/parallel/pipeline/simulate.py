@@ -1,4 +1,4 @@
-"""When every action of a schedule begins and ends, given what each costs."""
+"""The times at which every action of a schedule begins and ends, given its cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .schedule import Schedule, ScheduleError
 from .validate import validate
 
 TIMELINE = "timeline.json"
-"""In a run directory: one step as it was planned and as it was measured."""
+"""File of a run directory: one step as it was planned and as it was measured."""
 
 
 @dataclass(frozen=True)

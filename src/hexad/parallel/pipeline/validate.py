@@ -10,7 +10,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Report:
-    """What a valid schedule needs.
+    """The memory that a valid schedule needs.
 
     Attributes:
         peak_activations: for each rank, the most activations held at once, counted in stages x microbatches;
@@ -247,7 +247,7 @@ class _Traversal:
         return f"deadlock{room}: {reasons}{more}"
 
     def _waits(self) -> Iterator[tuple[int, tuple[int, str]]]:
-        """For each blocked rank, the rank it waits for and why."""
+        """The rank that each blocked rank waits for, and why."""
         schedule = self.schedule
         for rank, (position, actions) in enumerate(zip(self.position, schedule.ranks)):
             if position == len(actions):

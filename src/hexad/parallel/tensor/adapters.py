@@ -95,7 +95,7 @@ class Adapters:
         return gradients
 
     def added(self, y: Tensor, x: Tensor) -> Tensor:
-        """As :meth:`add_`, to a new tensor under plain autograd."""
+        """The outputs added (:meth:`add_`) to a new tensor under plain autograd."""
         outputs, end = [], 0
         for part, b, (start, width) in zip(self._parts(self.inner(x)), self.b, self.columns):
             outputs += [y[:, end:start], y[:, start : start + width] + F.linear(part, b) * self.scale]

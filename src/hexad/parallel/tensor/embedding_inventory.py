@@ -1,4 +1,4 @@
-"""What the vocabulary-parallel embedding and output head hold, multiply, keep and need. No torch."""
+"""The inventory of the vocabulary-parallel embedding and output head. No torch."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multi
 _FEWEST_ROWS = {2: 1024, 4: 256, 8: 256}  # of a slice of the loss: fewer make its products inefficient
 
 TIE = "embedding"
-"""What a tied head and the embedding have in common, by name."""
+"""The name of the tie between a tied head and the embedding."""
 
 
 def loss_rows(tokens: int, hidden: int, columns: int, width: int) -> int:
@@ -124,8 +124,9 @@ class HeadSpec:
         return products if self.frozen else [*products, Product("F", vocab, hidden, tokens, share)]
 
     def operations(self, run: Execution) -> Operations:
-        """In ``F`` of every slice the logits, the loss and both gradients: the next slice is gathered and the
-        gradient of the one before is summed while a slice is computed. In ``B`` the gradient is scaled."""
+        """The operations of the head: in ``F`` of every slice the logits, the loss and both gradients; the
+        next slice is gathered and the gradient of the one before is summed while a slice is computed. In
+        ``B`` the gradient is scaled."""
         columns, hidden, ranks = self.columns(run), self.hidden, run.tensor if run.sequence else 1
         rows = -(-loss_rows(run.tokens, hidden, columns, run.byte) // ranks) * ranks
         slices = [min(rows, run.tokens - first) for first in range(0, run.tokens, rows)]

@@ -42,7 +42,7 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Narrow:
 
 
 def _transposed(x: Tensor, dtype: torch.dtype) -> Narrow:
-    """As :func:`_narrowed`, of ``[rows, columns]`` the transposed, contiguous."""
+    """The contiguous transpose of ``[rows, columns]``, narrowed by :func:`_narrowed`."""
     values, undo = _narrowed(x, dtype)
     return values.t().contiguous(), undo
 
@@ -54,8 +54,8 @@ def _narrowed_weight(weight: Tensor, compiled: bool) -> Narrow:
 
 
 def _transposed_weight(weight: Tensor, compiled: bool) -> Narrow:
-    """As :func:`_narrowed_weight`, ``[out, in]`` whose columns are contiguous: the units multiply rows by
-    columns that are both contiguous along the sum."""
+    """A weight ``[out, in]`` narrowed by :func:`_narrowed_weight`, whose columns are contiguous: the units
+    multiply rows by columns that are both contiguous along the sum."""
 
     def transposed() -> Narrow:
         narrow, undo = _narrowed_weight(weight, compiled)

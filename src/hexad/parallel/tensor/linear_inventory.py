@@ -1,5 +1,5 @@
-"""What column- and row-parallel linear layers and their low-rank adapters (LoRA: Hu et al., arXiv 2106.09685)
-hold, multiply, keep and send. No torch."""
+"""The inventory of column- and row-parallel linear layers and their low-rank adapters (LoRA: Hu et al., arXiv
+2106.09685). No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -190,7 +190,7 @@ class LinearSpec:
     def _fused(
         self, prefix: str, outputs: Mapping[str, int], weight: Weight, bias: Weight
     ) -> tuple[Parameter, ...]:
-        """Some outputs' weights, and their biases, divided like ``weight`` and ``bias``."""
+        """Weights and biases of some outputs, divided like ``weight`` and ``bias``."""
         matrix, inputs = replace(weight, decay=True, std=self.std), self.inputs
         weights = [self._named(matrix, f"{n}.weight", (size, inputs)) for n, size in outputs.items()]
         parameters = (Parameter(f"{self.name}.{prefix}weight", tuple(weights)),)
@@ -259,8 +259,8 @@ class LinearSpec:
         return self.operations(run, False).products
 
     def operations(self, run: Execution, split: bool, reached: bool = True) -> Operations:
-        """What a rank does; with ``split`` weight gradients are actions of their own; ``reached``: the input
-        needs a gradient.
+        """The operations of a rank; with ``split`` weight gradients are actions of their own; ``reached``:
+        the input needs a gradient.
 
         Column-parallel: the input is gathered (sequence parallel); its gradient is summed while the weight's
         is computed, for which it is gathered again while the input's gradient is computed, or in ``W``.

@@ -1,6 +1,6 @@
-"""What parts and sums of activations become between tensor-parallel layers: identities, sums, gathers and
-slices over the ranks of an axis, each with its counterpart in the backward pass (Shoeybi et al., arXiv
-1909.08053, figure 3; Korthikanti et al., arXiv 2205.05198, section 4.2).
+"""Conversions of activations between tensor-parallel layers: identities, sums, gathers and slices over the
+ranks of an axis, each with its counterpart in the backward pass (Shoeybi et al., arXiv 1909.08053, figure 3;
+Korthikanti et al., arXiv 2205.05198, section 4.2).
 
 *First* is dim 0, of tokens; *last* is the last dim, of features.
 """
@@ -38,7 +38,7 @@ def mapped(x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Te
 
 
 def identity(x: Tensor, axis: Axis) -> Tensor:
-    """The same values."""
+    """The tensor unchanged."""
     return x.view_as(x)
 
 
@@ -84,7 +84,7 @@ _gather_second, _scatter_sum_second = _along(1, gather_first), _along(1, scatter
 
 
 def copied(x: Tensor, axis: Axis) -> Tensor:
-    """The same tensor, for a computation of which each rank does a part: gradients are summed."""
+    """The tensor unchanged, for a computation of which each rank does a part: gradients are summed."""
     return mapped(x, axis, identity, total)
 
 

@@ -34,7 +34,7 @@ class ProductConstants(SettingsGroup):
     overlap: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Share of the shorter one of computation and memory traffic that is not hidden by the longer."""
     power: NonNegativeFloat = 0.0
-    """By how much long dense products take longer at most: clocks fall to what the power limit allows."""
+    """Part by which long dense products take longer at most: clocks fall to what the power limit allows."""
     power_us: PositiveFloat = 1000.0
     """Microseconds at ``tflops`` at which half of ``power`` is reached."""
     quantise_bytes: NonNegativeFloat = 0.0
@@ -120,7 +120,7 @@ class OverlapConstants(SettingsGroup):
 
 
 class HostConstants(SettingsGroup):
-    """What the host spends per call. Defaults were measured beside one H100."""
+    """Times that the host spends per call. Defaults were measured beside one H100."""
 
     operator_us: NonNegativeFloat = 12.0
     """Microseconds per operator call; 7 to 15 on that host, 36 on a slow one."""
@@ -141,11 +141,12 @@ class Constants(SettingsGroup):
     of: Name | None = None
     """derived: the other kind, a name or path."""
     products: dict[Format, ProductConstants] = {}
-    """By format; missing ones are derived from ``bf16`` (of CPUs from ``fp32``) by the ratio of peaks."""
+    """Constants of products by format; missing ones are derived from ``bf16`` (of CPUs from ``fp32``) by the
+    ratio of peaks."""
     attention: dict[Format, AttentionConstants] = {}
-    """By format, as ``products``."""
+    """Constants of attention by format, as ``products``."""
     collectives: dict[Operation, CollectiveConstants] = {}
-    """By operation."""
+    """Constants of collectives by operation."""
     memory: MemoryConstants = MemoryConstants()
     network: NetworkConstants = NetworkConstants()
     overlap: OverlapConstants = OverlapConstants()

@@ -56,7 +56,7 @@ def load_hardware(name: str | Path) -> Hardware:
 
 
 def _complete(hardware: Hardware, through: tuple[str, ...]) -> Hardware:
-    """With the constants that are derived from another kind."""
+    """A file's tree, with the constants that are derived from another kind."""
     of = hardware.constants.of
     if of is None:
         return hardware
@@ -152,7 +152,7 @@ def _check(hardware: Hardware) -> None:
 
 
 def _derived(hardware: Hardware, base: Hardware) -> Hardware:
-    """With the constants of another kind where it has none itself, scaled by the ratio of peaks and links."""
+    """A file's tree, completed with the constants of another kind, scaled by the ratio of peaks and links."""
     own, other = hardware.constants, base.constants
     ratio = {
         dtype: hardware.peaks_tflops[PEAK_OF[dtype]] / base.peaks_tflops[PEAK_OF[dtype]]

@@ -24,7 +24,7 @@ TILES = ((256, 128), (128, 256), (128, 128), (64, 256), (256, 64), (64, 128), (1
 
 
 class MeasuredRates(SettingsGroup):
-    """What programs reach at most, measured on this kind."""
+    """Rates that programs reach at most, measured on this kind."""
 
     products_tflops: PositiveFloat
     """Large bf16 matrix products of random numbers, TFLOP/s."""
@@ -41,7 +41,7 @@ class Hardware(SettingsGroup):
     names: Annotated[tuple[Name, ...], Field(min_length=1)]
     """Names by which drivers and people know it; a longer name that contains one counts, in any case."""
     source: Name
-    """Where the facts are from."""
+    """Source of the facts."""
     vendor: Literal["nvidia", "amd", "cpu"]
     capability: tuple[Integer, Integer] = (0, 0)
     """Compute capability as PyTorch reports it."""

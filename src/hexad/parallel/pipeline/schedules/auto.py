@@ -110,7 +110,7 @@ def _costs(
 
 
 def _shares(placement: Placement, costs: Costs) -> list[float]:
-    """For each rank the activation memory of one microbatch in all its stages."""
+    """The activation memory of one microbatch in all stages of a rank, for each rank."""
     shares = [0.0] * (max(placement) + 1)
     for rank, held in zip(placement, costs.activation):
         shares[rank] += held

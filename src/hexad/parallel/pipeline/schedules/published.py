@@ -97,7 +97,8 @@ def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> tup
 
 
 def zb_h1(pipeline: int, microbatches: int) -> Schedule:
-    """As many forwards ahead as 1F1B. Every rank holds up to ``p`` activations, like 1F1B's first rank."""
+    """ZB-H1, with as many forwards ahead as 1F1B. Every rank holds up to ``p`` activations, like 1F1B's first
+    rank."""
     return _handcrafted("zb_h1", pipeline, microbatches, 1)
 
 

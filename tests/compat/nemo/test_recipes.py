@@ -37,6 +37,20 @@ def settings_of(parts: dict[str, Any], directory: Path) -> dict[str, Any]:
     return recipe_settings(trainer, model, parts["data"], str(directory))[1]
 
 
+def test_group_of_microbatches(tmp_path: Path, data: str) -> None:
+    """The strategy's argument, or the configuration's setting, is ``parallel.schedule_group``."""
+    from hexad.compat import nemo as nl
+    from hexad.compat.nemo import llm
+
+    module = llm.PreTrainingDataModule([data], 24, nl.tokenizers.AutoTokenizer("byte"), 2, 16)
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    parts = objects(str(tmp_path), module, {**layout, "microbatch_group_size_per_vp_stage": 4}, 8)
+    assert settings_of(parts, tmp_path)["parallel"]["schedule_group"] == 4
+    parts = objects(str(tmp_path), module, layout, 8)
+    parts["model"].architecture.microbatch_group_size_per_vp_stage = 4
+    assert settings_of(parts, tmp_path)["parallel"]["schedule_group"] == 4
+
+
 def test_settings(tmp_path: Path, data: str) -> None:
     """Every group of a run.yaml, by the values of the objects."""
     from hexad.compat import nemo as nl

@@ -106,7 +106,7 @@ class MegatronStrategy(HexadStrategy):
         self.fsdp, self.own_zero = fsdp, zero
         self.data_sampler, self.restore_config = data_sampler, restore_config
         self.flags = {
-            "microbatch_group_size_per_virtual_pipeline_stage": microbatch_group_size_per_vp_stage,
+            "microbatch_group_size_per_vp_stage": microbatch_group_size_per_vp_stage,
             "decoder_first_pipeline_num_layers": num_layers_in_first_pipeline_stage,
             "decoder_last_pipeline_num_layers": num_layers_in_last_pipeline_stage,
             "account_for_embedding_in_pipeline_split": account_for_embedding_in_pipeline_split,

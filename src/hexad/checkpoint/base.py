@@ -53,11 +53,13 @@ class Base:
     def source(self, config: Config) -> str | None:
         """The weights' location: ``model.load`` if it is given, as they may have moved; of a run that it
         names, the checkpoint they were."""
-        given = config.model.load
-        if given is None or self.load is None:
-            return given or self.load
-        of_run = not given.startswith(HUGGING_FACE) and Path(self.load).is_relative_to(absolute(given))
-        return self.load if of_run else given
+        configured = config.model.load
+        if configured is None or self.load is None:
+            return configured or self.load
+        of_run = not configured.startswith(HUGGING_FACE) and Path(self.load).is_relative_to(
+            absolute(configured)
+        )
+        return self.load if of_run else configured
 
     def check(self, base: Base) -> None:
         """Refuse a base with other weights than this one.
@@ -167,8 +169,8 @@ def load_model_weights(source: Path | str, config: Config, chunks: Sequence[Chun
         return
     weights = ModelInventory(config.model).weights() if config.model.lora is not None else {}
     based = {f"model.{name}" for name, weight in weights.items() if weight.fixed}
-    own = [chunk for chunk in chunks if chunk.name not in based]
-    manifest = load(source, own, axis, config.checkpoint.verify)
+    adapter_chunks = [chunk for chunk in chunks if chunk.name not in based]
+    manifest = load(source, adapter_chunks, axis, config.checkpoint.verify)
     if config.model.lora is not None:
         base = agreed(lambda: base_of(source, manifest), axis)
         load_base(base, config, [chunk for chunk in chunks if chunk.name in based], axis)

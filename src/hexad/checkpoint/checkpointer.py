@@ -84,13 +84,13 @@ class Checkpointer:
         """
         self.wait()
         self._last = last
-        held = {chunk.name: chunk.rectangle.shape for chunk in chunks}
+        shapes = {chunk.name: chunk.rectangle.shape for chunk in chunks}
         mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
             copies, copied = self._copies.of(mine)
-            self._saving = self._writer.submit(self._write, copies, held, dict(progress), reason, copied)
+            self._saving = self._writer.submit(self._write, copies, shapes, dict(progress), reason, copied)
         else:
-            self._settle(lambda: self._write(mine, held, progress, reason))
+            self._settle(lambda: self._write(mine, shapes, progress, reason))
 
     def wait(self) -> None:
         """Wait for a save in progress. If it failed: raise its error, or report it and continue, according to
@@ -181,14 +181,14 @@ class Checkpointer:
     def _write(
         self,
         chunks: Sequence[Chunk],
-        held: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
         progress: Mapping[str, Any],
         reason: str,
         copied: Callable[[], object] | None = None,
     ) -> None:
         """Write and commit, all ranks together; fails on all ranks if it does on one.
 
-        ``held``: the shape of every tensor of which this rank has a part, written here or elsewhere;
+        ``shapes``: the shape of every tensor of which this rank has a part, written here or elsewhere;
         ``copied`` waits until the values are there.
         """
         if copied is not None:
@@ -196,7 +196,7 @@ class Checkpointer:
         step = progress["step"]
         directory = self._on_first(lambda: self.directory.begin(step), step)
         file = self._file([Part(chunk.rectangle, chunk.tensor.dtype) for chunk in chunks])
-        mine = _Written(Index.empty({}), dict(held))
+        mine = _Written(Index.empty({}), dict(shapes))
         try:
             mine = mine._replace(files=write_shard(directory, file, (chunk.tensor for chunk in chunks)))
         except OSError as error:

@@ -267,8 +267,8 @@ def check_same_model(
     difference = different_setting(saved_config.get("model", {}), config, adapters)
     if difference is not None:
         name, value, has = difference
-        own = resuming and path.absolute().is_relative_to(Path(config.run.dir).absolute())
-        hint = "; another run needs another run.dir" if own else ""
+        own_run = resuming and path.absolute().is_relative_to(Path(config.run.dir).absolute())
+        hint = "; another run needs another run.dir" if own_run else ""
         raise HexadError(f"{name}: found {value!r}, but checkpoint {path} has {has!r}{hint}")
 
 
@@ -277,8 +277,8 @@ def different_setting(
 ) -> tuple[str, Any, Any] | None:
     """The first setting in which a saved model differs from a configuration's, with the configuration's value
     and the saved one; with ``adapters`` also one of what is trained. None: there is none."""
-    wanted = config.model.model_dump(mode="json", by_alias=True)
-    for name, value in wanted.items():
+    settings = config.model.model_dump(mode="json", by_alias=True)
+    for name, value in settings.items():
         if name in ("preset", "load", "max_positions", *FREE) or (not adapters and name in TRAINED):
             continue
         has = saved.get(name, _OLDER.get(name, value))
@@ -302,13 +302,13 @@ _SHAPING = (
 
 def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
-    wanted = config.model_dump(mode="json", by_alias=True)
+    settings = config.model_dump(mode="json", by_alias=True)
     # The effect of run.steps on the learning-rate schedule is shown by lr_schedule.decay_steps.
     silent = {"run.dir", "run.device", "run.timeout", "run.steps", "model.init_std"}
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
         for group in _SHAPING
-        for name, value in wanted[group].items()
+        for name, value in settings[group].items()
         if f"{group}.{name}" not in silent and (group != "model" or name in FREE)
         if saved.get(group, {}).get(name, "auto") not in (value, "auto")  # auto: as older versions saved it
     ]
@@ -321,15 +321,15 @@ def find_checkpoint(path: str | Path) -> Path:
     Raises:
         HexadError: none of them.
     """
-    given = Path(path)
-    if given.name in ("best", "latest") and os.path.isfile(given):
-        with reporting(given):
-            given = given.parent / given.read_text(encoding="utf-8", errors="replace").strip()
-    if os.path.isfile(given / MANIFEST_FILE) or (STEP_NAME.fullmatch(given.name) and given.is_dir()):
-        return given
-    newest = CheckpointDirectory(given).newest()
+    start = Path(path)
+    if start.name in ("best", "latest") and os.path.isfile(start):
+        with reporting(start):
+            start = start.parent / start.read_text(encoding="utf-8", errors="replace").strip()
+    if os.path.isfile(start / MANIFEST_FILE) or (STEP_NAME.fullmatch(start.name) and start.is_dir()):
+        return start
+    newest = CheckpointDirectory(start).newest()
     if newest is None:
-        raise HexadError(f"{given}: neither a checkpoint nor a run directory with a complete checkpoint")
+        raise HexadError(f"{start}: neither a checkpoint nor a run directory with a complete checkpoint")
     return newest
 
 

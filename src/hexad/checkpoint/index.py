@@ -127,7 +127,10 @@ class Index:
             except ValueError as error:
                 raise ValueError(f"tensor {name}: {error}") from None
         dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
-        rows = [_padded(np.insert(own, 0, number, axis=1), dims) for number, own in enumerate(unpacked)]
+        rows = [
+            _padded(np.insert(file_rows, 0, number, axis=1), dims)
+            for number, file_rows in enumerate(unpacked)
+        ]
         return cls(files, tensors, np.concatenate([np.empty((0, _PLACE + 2 * dims), dtype=np.int64), *rows]))
 
     def pack(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -206,8 +209,8 @@ class Index:
         number = _numbers(need.names, self.tensors)
         boxes = need.boxes[number[need.boxes[:, 0]] >= 0] if len(need.boxes) else need.boxes
         rows = self.rows[_touched(self.rows, boxes, number)]
-        wanted = set(need.names)
-        tensors = {name: kind for name, kind in self.tensors.items() if name in wanted}
+        names = set(need.names)
+        tensors = {name: kind for name, kind in self.tensors.items() if name in names}
         if len(rows):
             rows[:, 0] = _numbers(self.tensors, tensors)[rows[:, 0]]
         used, rows[:, 1] = np.unique(rows[:, 1], return_inverse=True)
@@ -308,8 +311,8 @@ def _check_places(tensor: GlobalTensor, rows: Rows, sizes: Rows) -> None:
     counts = rows[:, 3 + dims :].prod(1)
     if (rows[:, 2] > sizes[rows[:, 0]] - counts * item).any():
         raise ValueError("a rectangle ends after its file")
-    if (found := int(counts.sum())) != count:
-        raise ValueError(f"found {found} values, expected {count}")
+    if (value_count := int(counts.sum())) != count:
+        raise ValueError(f"found {value_count} values, expected {count}")
 
 
 def _padded(rows: Rows, dims: int, first: int = _PLACE) -> Rows:

@@ -100,17 +100,17 @@ def training_templates(config: Config) -> Mapping[str, str] | None:
         return chat_templates(prefixes(config.data.train))
 
 
-def _kept_files(given: str, templates: Mapping[str, str] | None, folder: Path) -> dict[str, bytes]:
+def _kept_files(tokenizer: str, templates: Mapping[str, str] | None, folder: Path) -> dict[str, bytes]:
     """The content of the run's copy of a tokenizer, by file name."""
-    if Path(given).resolve() == folder.resolve():
+    if Path(tokenizer).resolve() == folder.resolve():
         files = _content(folder)
     else:
-        files = copied_files(given)
-        files[_ORIGIN] = "".join(f"{path}\n" for path in (_absolute(given), folder.resolve())).encode()
-    own = load_chat_template(given)
-    if templates is None or (own is not None and own.named == templates):
+        files = copied_files(tokenizer)
+        files[_ORIGIN] = "".join(f"{path}\n" for path in (_absolute(tokenizer), folder.resolve())).encode()
+    template = load_chat_template(tokenizer)
+    if templates is None or (template is not None and template.named == templates):
         return files
-    if own is not None:
+    if template is not None:
         log.info("%s: has the chat template of data.train, which is not that of data.tokenizer", folder)
     others = {name: content for name, content in files.items() if name not in _REPLACED}
     return others | template_files(templates)
@@ -237,23 +237,23 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 def tokenizer_of_run(config: Config) -> str:
     """``data.tokenizer``, or the copy that the run keeps of it where the original is gone."""
-    given, kept = config.data.tokenizer, Path(config.run.dir) / FOLDER
-    if given == "byte" or Path(given).exists() or not has_tokenizer(kept):
-        return given
+    tokenizer, kept = config.data.tokenizer, Path(config.run.dir) / FOLDER
+    if tokenizer == "byte" or Path(tokenizer).exists() or not has_tokenizer(kept):
+        return tokenizer
     try:
         origins = (kept / _ORIGIN).read_text(encoding="utf-8").splitlines()
     except OSError:
-        return given
-    return str(kept) if _absolute(given) in origins else given
+        return tokenizer
+    return str(kept) if _absolute(tokenizer) in origins else tokenizer
 
 
 def tokenizer_of_checkpoint(checkpoint: Path, tree: Mapping[str, Any]) -> str:
     """The tokenizer of a checkpoint's model: its own copy, or what its configuration names."""
-    own = checkpoint / FOLDER
-    return str(own) if has_tokenizer(own) else str(tree.get("data", {}).get("tokenizer", "byte"))
+    copy = checkpoint / FOLDER
+    return str(copy) if has_tokenizer(copy) else str(tree.get("data", {}).get("tokenizer", "byte"))
 
 
-def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], given: str) -> None:
+def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], tokenizer: str) -> None:
     """Refuse to resume from a checkpoint with a tokenizer whose ids may be others: the weights of its
     embedding belong to ids. Where the checkpoint names none that can be read (it is gone, or a model was
     imported without one), nothing is compared.
@@ -263,15 +263,15 @@ def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], given: str) 
     """
     trained = tokenizer_of_checkpoint(checkpoint, tree)
     readable = trained == "byte" or Path(trained).is_file() or has_tokenizer(Path(trained))
-    if not readable or same_ids(given, trained):
+    if not readable or same_ids(tokenizer, trained):
         return
     fix = "use that one"
     if not tree.get("model", {}).get("lora"):  # adapters alone are no weights to begin with
         fix += f", or begin a new run (another run.dir, model.load={checkpoint})"
     raise ConfigError(
         "data.tokenizer",
-        f"found {given}, whose ids may differ from those of {trained}, with which {checkpoint} was trained; "
-        f"{fix}",
+        f"found {tokenizer}, whose ids may differ from those of {trained}, with which {checkpoint} was "
+        f"trained; {fix}",
     )
 
 

@@ -75,29 +75,29 @@ def published_weights(model: HuggingFaceModel) -> StoredWeights:
     return StoredWeights(str(model.directory), True, tensors, read)
 
 
-def _merged(own: StoredWeights, base: StoredWeights, config: Config) -> StoredWeights:
+def _merged(adapters: StoredWeights, base: StoredWeights, config: Config) -> StoredWeights:
     """``W + scale * B A``, in at least float32, of a checkpoint's adapters and the weights that they belong
     to; weights that were trained besides are the checkpoint's."""
     lora = ModelInventory(config.model).trained.lora
     assert lora is not None
 
     def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        values = (own if name in own.tensors else base).read(name, offset, sizes)
+        values = (adapters if name in adapters.tensors else base).read(name, offset, sizes)
         first, second = (f"{name.removesuffix('.weight')}.lora_{which}" for which in "ab")
-        if first not in own.tensors:
+        if first not in adapters.tensors:
             return values
         stacked = len(offset) > 2  # a product for each expert: of all [experts], then as for a matrix
-        rank = own.tensors[first][1][-2 if stacked else 0]
+        rank = adapters.tensors[first][1][-2 if stacked else 0]
         before, parts = (tuple(offset[:1]), tuple(sizes[:1])) if stacked else ((), ())
-        a = own.read(first, (*before, 0, offset[-1]), (*parts, rank, sizes[-1]))
-        b = own.read(second, (*offset[:-1], 0), (*sizes[:-1], rank))
+        a = adapters.read(first, (*before, 0, offset[-1]), (*parts, rank, sizes[-1]))
+        b = adapters.read(second, (*offset[:-1], 0), (*sizes[:-1], rank))
         wide = torch.promote_types(torch.promote_types(values.dtype, a.dtype), torch.float32)
         if stacked:
             product = torch.bmm(b.to(wide).flatten(1, -2), a.to(wide)).view(values.shape)
             return torch.add(values.to(wide), product, alpha=lora.scale)
         return torch.addmm(values.to(wide), b.to(wide), a.to(wide), alpha=lora.scale)
 
-    return StoredWeights(own.where, False, {**base.tensors, **own.tensors}, read)
+    return StoredWeights(adapters.where, False, {**base.tensors, **adapters.tensors}, read)
 
 
 @contextmanager
@@ -111,13 +111,13 @@ def opened_weights(
         HexadError: the base is missing, damaged, or not what the adapters were trained with; the adapters
             belong to initial values; or ``load`` is given and there are no adapters.
     """
-    own, base = _saved(checkpoint), Base.of(checkpoint.manifest)
+    saved, base = _saved(checkpoint), Base.of(checkpoint.manifest)
     if base is None:
         if load is not None:
             raise HexadError(
                 f"``base``: checkpoint {checkpoint.path} has no adapters (model.lora); leave it out"
             )
-        yield own
+        yield saved
         return
     name = base.load if load is None else load
     if name is None:
@@ -137,4 +137,4 @@ def opened_weights(
                 check_same_model(path, opened.manifest.config, config, adapters=False)
                 source, identity = _saved(opened), manifest_identity(path)
         base.check(Base(absolute(name), identity))
-        yield _merged(own, source, config)
+        yield _merged(saved, source, config)

@@ -130,12 +130,12 @@ class Checkpoint:
         """
         tensor = self._tensor(name)
         begin = tuple(offset) if offset is not None else (0,) * len(tensor.shape)
-        wanted = Rectangle(name, tensor.shape, begin, tuple(tensor.shape if sizes is None else sizes))
+        rectangle = Rectangle(name, tensor.shape, begin, tuple(tensor.shape if sizes is None else sizes))
         files = list(self.manifest.files.items())
-        for number in {row[0] for row in self.manifest.index.touching(wanted).tolist()}:
+        for number in {row[0] for row in self.manifest.index.touching(rectangle).tolist()}:
             check_size(self.path, *files[number])  # before memory is allocated for what a manifest claims
-        out = torch.empty(wanted.sizes, dtype=_dtype(tensor.dtype))
-        self.fill([Chunk(wanted, out)])
+        out = torch.empty(rectangle.sizes, dtype=_dtype(tensor.dtype))
+        self.fill([Chunk(rectangle, out)])
         return out
 
     def _tensor(self, name: str) -> GlobalTensor:
@@ -165,12 +165,12 @@ class Checkpoint:
 
     def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        held, common, dtype = part.stored, part.common, part.dtype
-        row_bytes = math.prod(held.sizes[1:]) * dtype.itemsize
-        step = rows_per_block(held.sizes, dtype.itemsize)
-        low = common.offset[0] - held.offset[0]
+        stored, common, dtype = part.stored, part.common, part.dtype
+        row_bytes = math.prod(stored.sizes[1:]) * dtype.itemsize
+        step = rows_per_block(stored.sizes, dtype.itemsize)
+        low = common.offset[0] - stored.offset[0]
         for number in range(low // step, -(-(low + common.sizes[0]) // step)):
-            block = held.rows(number * step, min((number + 1) * step, held.sizes[0]))
+            block = stored.rows(number * step, min((number + 1) * step, stored.sizes[0]))
             piece = common.intersection(block)
             assert piece is not None
             to = _view(part.chunk.tensor.detach(), part.chunk.rectangle, piece)
@@ -307,14 +307,14 @@ def load(
         return replace(manifest, index=Index.empty({})), manifest.weights_only
 
     head, weights_only = from_first(read, axis)
-    wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
-    need = Need.of(chunk.rectangle for chunk in wanted)
+    loaded = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
+    need = Need.of(chunk.rectangle for chunk in loaded)
     part = scattered(complete[0].index if complete else None, axis, need, Need.merge, Index.select)
     manifest = complete[0] if complete else replace(head, index=part)
 
     def fill() -> None:
         with Checkpoint(path, verify, manifest) as checkpoint:
-            checkpoint.fill(wanted)
+            checkpoint.fill(loaded)
 
     agreed(fill, axis)
     return manifest

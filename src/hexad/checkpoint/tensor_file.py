@@ -133,25 +133,25 @@ class TensorFileWriter:
         path: Path,
         tensors: Sequence[Entry],
         metadata: Mapping[str, str] | None = None,
-        own: slice | None = None,
+        written: slice | None = None,
     ) -> None:
         header = _header(tensors, metadata or {})
         self.header = len(header)
-        mine = tensors if own is None else tensors[own]
+        mine = tensors if written is None else tensors[written]
         self._expected = (size for _, dtype, shape in mine for size in _block_sizes(shape, dtype.itemsize))
         self._whole = xxhash.xxh3_128()
         self._blocks: list[bytes] = []
         self._block = xxhash.xxh3_64()
         self._missing = 0
         self._size = 0
-        alone = own is None
+        alone = written is None
         self._file = open(path, "xb" if alone else "wb", 0, opener=None if alone else _beside_others)  # noqa: SIM115 (closed by close)
         try:
-            if own is None or not own.start:
+            if written is None or not written.start:
                 self._missing = self.header
                 self._take(memoryview(header))
             else:
-                self._file.seek(self.header + sum(map(_nbytes, tensors[: own.start])))
+                self._file.seek(self.header + sum(map(_nbytes, tensors[: written.start])))
         except BaseException:
             self._file.close()
             raise
@@ -292,8 +292,8 @@ def write_shard(directory: Path, file: TensorFile, values: Iterable[Tensor]) -> 
     if not count:
         return Index.empty({})
     tensors = [(part.key, part.dtype, part.rectangle.sizes) for part in file.parts]
-    own = None if count == len(tensors) else file.own
-    with TensorFileWriter(directory / file.name, tensors, own=own) as writer:
+    written = None if count == len(tensors) else file.own
+    with TensorFileWriter(directory / file.name, tensors, written=written) as writer:
         for tensor in values:
             writer.write(tensor)
         return file.index(writer.close())

@@ -133,19 +133,19 @@ def _config(source: str, dense: _Dense, overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: settings with which experts cannot begin as copies.
     """
-    given = dense.config
-    if given.model.moe is not None:
+    dense_config = dense.config
+    if dense_config.model.moe is not None:
         raise HexadError(f"``from``: {source} has experts; upcycle begins with a dense model")
     dropped = ("preset", "load", "train", "lora", "moe")
     model = {
         name: value
-        for name, value in given.model.model_dump(mode="json").items()
+        for name, value in dense_config.model.model_dump(mode="json").items()
         if name not in dropped and value is not None
     }
     tree: dict[str, Any] = {
         "model": {**model, "moe": {}},
-        "data": {"sequence": given.data.sequence, "tokenizer": given.data.tokenizer},
-        "precision": given.precision.model_dump(mode="json"),
+        "data": {"sequence": dense_config.data.sequence, "tokenizer": dense_config.data.tokenizer},
+        "precision": dense_config.precision.model_dump(mode="json"),
     }
     apply_overrides(tree, overrides)
     config = build_config(tree)

@@ -77,12 +77,12 @@ def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
     lowest level of the tree, see :data:`~hexad.topology.layout.FAN_OUT`."""
     if _single(axis):
         return {axis.rank: value}
-    tree, own = _tree(axis), {axis.rank: value}
+    tree, values = _tree(axis), {axis.rank: value}
     lowest = tree.levels[0]
     if lowest.ranks[1] != lowest.ranks[0] + 1:
-        return own  # the last of the world, alone in its group
+        return values  # the last of the world, alone in its group
     here = replace(tree, levels=(lowest,))
-    return wait_for(axis, lambda: _spread(here, _gathered(here, own, lambda a, b: a | b)))
+    return wait_for(axis, lambda: _spread(here, _gathered(here, values, lambda a, b: a | b)))
 
 
 def from_first(action: Callable[[], T], axis: Axis) -> T:
@@ -99,8 +99,8 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
         except Exception as error:
             outcome = None, error
     if not _single(axis):
-        tree, own = _tree(axis), outcome
-        outcome = wait_for(axis, lambda: _spread(tree, own))
+        tree, first_outcome = _tree(axis), outcome
+        outcome = wait_for(axis, lambda: _spread(tree, first_outcome))
     result, raised = outcome
     if isinstance(raised, HexadError) and not isinstance(raised, AgreedError):
         raise AgreedError(raised.marked, type(raised))
@@ -138,10 +138,10 @@ def _handed_out(
     part: Any = value
     if tree.levels[-1].place:
         part = pickle.loads(_receive(tree, tree.levels[-1], [0])[0])
-    for level, (own, others) in reversed(list(zip(tree.levels, below))):
+    for level, (own_need, others) in reversed(list(zip(tree.levels, below))):
         for place, other in enumerate(others, 1):
             _send(tree, level, [place], pickle.dumps(select(part, other)))
-        part = select(part, own)
+        part = select(part, own_need)
     return part
 
 

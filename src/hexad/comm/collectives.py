@@ -89,11 +89,11 @@ def _start(
         _fill_as_if_alike(result, inputs)
         call = partial(_Returned, inputs)
     kind = axis.kinds.get((operation, peer)) or _kind(operation, axis, peer)
-    made = TracedCall(kind, nbytes, time.time())
+    traced = TracedCall(kind, nbytes, time.time())
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
-        return Pending(result, _labelled(kind, "", call), made, axis, finish)
+        return Pending(result, _labelled(kind, "", call), traced, axis, finish)
     except RuntimeError as error:
         raise CommError(f"{kind.what} failed: {error}") from error
 

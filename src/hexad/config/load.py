@@ -269,15 +269,15 @@ class Wording:
         problem = max(same, key=lambda p: len(_indices(p["loc"])))
         # Locations name the tried branches of a union too ("constrained-int"): keep settings.
         field, model = _field_of(problem["loc"], root)
-        kind, given, indices = problem["type"], problem["input"], _indices(problem["loc"])
+        kind, value, indices = problem["type"], problem["input"], _indices(problem["loc"])
         if kind in ("extra_forbidden", "invalid_key"):
             return ConfigError(field, self._unknown(field, str(problem["loc"][-1]), model, root))
         if kind == "missing" and not indices:
             return ConfigError(field, "is missing; give it")
         if kind in _WRONG_GROUP:
-            hint = "; write a blank after the colon" if isinstance(given, str) and ":" in given else ""
+            hint = "; write a blank after the colon" if isinstance(value, str) and ":" in value else ""
             expected = f"expected {self.group(field, model)}{hint}"
-            return ConfigError(field, f"found {self.written(given)}, {expected}")
+            return ConfigError(field, f"found {self.written(value)}, {expected}")
         if kind == "missing":  # of an item: what was found is the list that lacks it
             indices = indices[:-1]
         alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
@@ -291,16 +291,16 @@ class Wording:
             expectations = (self.expectation(p["type"], p["msg"]) for p in alike)
             expected = self.alternatively.join(dict.fromkeys(expectations))
         choices = _choices(model, field)
-        misspelt = isinstance(given, str) and not indices and given not in choices
-        hint = did_you_mean(given, choices) if misspelt else ""
+        misspelt = isinstance(value, str) and not indices and value not in choices
+        hint = did_you_mean(value, choices) if misspelt else ""
         name = field + "".join(f"[{index}]" for index in indices)
-        return ConfigError(name, f"found {self.written(given)}, expected {expected}{hint}")
+        return ConfigError(name, f"found {self.written(value)}, expected {expected}{hint}")
 
     def group(self, field: str, model: type[BaseModel]) -> str:
         """Text for an error where a group of settings is expected."""
         group = _group(_annotation(model, field))
-        some = f" such as {', '.join(key_names(group)[:3])}" if group else ""
-        return f"settings{some}; to keep the defaults, leave out the line"
+        examples = f" such as {', '.join(key_names(group)[:3])}" if group else ""
+        return f"settings{examples}; to keep the defaults, leave out the line"
 
     def expectation(self, kind: str, message: str) -> str:
         """Text for what pydantic expects, by the type of its error and its message."""

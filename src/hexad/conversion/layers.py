@@ -114,16 +114,16 @@ def convert(module: nn.Module, kind: Any, shard: Shard, **attributes: Any) -> No
     """Give a module another class, in place: ``kind``, and a subclass of its own class where that is not the
     one that ``kind`` replaces."""
     vars(module).update(shard=shard, declarations={}, **attributes)
-    own: Any = type(module)
-    module.__class__ = class_of(own, kind)
+    original: Any = type(module)
+    module.__class__ = class_of(original, kind)
 
 
 @cache
-def class_of(own: type[Any], kind: type[Any]) -> type[Any]:
+def class_of(base: type[Any], kind: type[Any]) -> type[Any]:
     """``kind``, or a subclass of a module's own class whose base class computes as ``kind``."""
-    if issubclass(kind, own):
+    if issubclass(kind, base):
         return kind
-    return type(f"{kind.__name__}_{own.__name__}", (own, kind), {"__module__": __name__})
+    return type(f"{kind.__name__}_{base.__name__}", (base, kind), {"__module__": __name__})
 
 
 def declare(
@@ -190,9 +190,9 @@ class SharedInput:
             return self._whole(x, axis)
         last = self._last
         if last is None or last[0]() is not x or last[1] != x._version:
-            made = self._whole(x, axis)
-            made.register_hook(self._forget)  # the backward pass needs no further copy
-            self._last = last = weakref.ref(x), x._version, made
+            complete = self._whole(x, axis)
+            complete.register_hook(self._forget)  # the backward pass needs no further copy
+            self._last = last = weakref.ref(x), x._version, complete
         return last[2]
 
     def _whole(self, x: Tensor, axis: Axis) -> Tensor:

@@ -125,9 +125,9 @@ def _entries(module: nn.Module, plan: Mapping[str, str] | None) -> list[Entry]:
         raise HexadError(
             f"plan: found {plan!r}, expected a mapping of names to styles, or None for the model's"
         )
-    given = plan if plan is not None else _own_plan(module)
+    styles = plan if plan is not None else _own_plan(module)
     names = [name for name, _ in (*module.named_modules(), *module.named_parameters()) if name]
-    chosen = entries(given, names, strict=plan is not None)
+    chosen = entries(styles, names, strict=plan is not None)
     if not chosen:
         raise HexadError(
             f"plan: found none for {type(module).__name__}; pass plan={{'layers.*.up': 'column', ...}}"
@@ -404,8 +404,8 @@ def _dim_of(entry: Entry, parameter: Tensor) -> int | None:
     return dims.get(entry.style)
 
 
-def _error(entry: Entry, found: str, expected: str) -> HexadError:
-    return HexadError(f"plan: {entry.name} is {entry.style}: {found}; {expected}")
+def _error(entry: Entry, actual: str, expected: str) -> HexadError:
+    return HexadError(f"plan: {entry.name} is {entry.style}: {actual}; {expected}")
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
@@ -418,11 +418,11 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str] | None:
 def _computes_as(layer: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a layer's forward pass is that of ``kind``, or calls it (``super().forward``) and computes
     nothing with its weight."""
-    for own in type(layer).__mro__:
-        if own is kind:
+    for base in type(layer).__mro__:
+        if base is kind:
             return True
-        code = getattr(vars(own).get("forward"), "__code__", None)
-        if code is None and "forward" not in vars(own):
+        code = getattr(vars(base).get("forward"), "__code__", None)
+        if code is None and "forward" not in vars(base):
             continue
         if code is None or "forward" not in code.co_names or "__class__" not in code.co_freevars:
             return False

@@ -105,6 +105,6 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> Tensor:
     """
     value = loss(output, batch) if loss is not None else getattr(output, "loss", output)
     if not isinstance(value, Tensor) or value.dim():
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise HexadError(f"loss: found {found}, expected a scalar; pass loss=, or labels in the microbatch")
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise HexadError(f"loss: found {actual}, expected a scalar; pass loss=, or labels in the microbatch")
     return value

@@ -74,8 +74,8 @@ def entries(plan: Mapping[str, str], names: Iterable[str], strict: bool) -> list
     """
     known = list(names)
     chosen: dict[str, Entry] = {}
-    for pattern, given in plan.items():
-        style = _style(pattern, given)
+    for pattern, value in plan.items():
+        style = _style(pattern, value)
         matches = list(filter(_regex(pattern).fullmatch, known))
         if strict and not matches:
             raise HexadError(
@@ -86,17 +86,17 @@ def entries(plan: Mapping[str, str], names: Iterable[str], strict: bool) -> list
     return [chosen[name] for name in known if name in chosen]
 
 
-def _style(pattern: str, given: object) -> str:
-    style = ALIASES.get(str(given), str(given))
+def _style(pattern: str, value: object) -> str:
+    style = ALIASES.get(str(value), str(value))
     if style in EXPERTS:
         raise HexadError(
-            f"plan[{pattern!r}]: found {given}, a style of experts or latent attention, which is "
+            f"plan[{pattern!r}]: found {value}, a style of experts or latent attention, which is "
             "not supported yet; leave these modules whole, or use data parallel ranks"
         )
     if style not in STYLES:
         choices = sorted({*STYLES, *ALIASES})
         raise HexadError(
-            f"plan[{pattern!r}]: found {given!r}{did_you_mean(str(given), choices)}; expected one of "
+            f"plan[{pattern!r}]: found {value!r}{did_you_mean(str(value), choices)}; expected one of "
             f"{', '.join(choices)}"
         )
     return style

@@ -162,9 +162,9 @@ def verify(prefix: str) -> Verified:
     sidecar = None
     try:
         sidecar = stored_sidecar(prefix)
-        for ending, wanted in ((sidecar and sidecar.checksums) or {}).items():
+        for ending, recorded in ((sidecar and sidecar.checksums) or {}).items():
             with reporting(paths[ending]):
-                if checksum(paths[ending]) != wanted:
+                if checksum(paths[ending]) != recorded:
                     problems.append(f"{paths[ending]}: damaged or replaced: not what was written")
         if not problems:
             _verify_content(prefix, sidecar)

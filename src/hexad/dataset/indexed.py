@@ -516,5 +516,5 @@ def _checked(name: str, values: ArrayLike, expected: str, kinds: str) -> NDArray
     if array.ndim == 1 and (array.dtype.kind in kinds or not array.size):
         return array
     kind = f"{array.dtype.name} of shape {array.shape}"
-    found = kind if array.ndim and array.dtype != object else f"{values!r:.60}"
-    raise HexadError(f"{name}: found {found}, expected {expected}, a list or array of one dimension")
+    actual = kind if array.ndim and array.dtype != object else f"{values!r:.60}"
+    raise HexadError(f"{name}: found {actual}, expected {expected}, a list or array of one dimension")

@@ -253,10 +253,12 @@ def _check_experts(microbatch: Microbatch, model: ModelSettings) -> None:
         kind = " or ".join(str(dtype).removeprefix("torch.") for dtype in formats[name])
         fits = isinstance(values, Tensor) and tuple(values.shape) == shape
         if not fits or values.dtype not in formats[name]:
-            found = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else values
-            found = str(found).removeprefix("torch.")
+            actual = (
+                f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else values
+            )
+            actual = str(actual).removeprefix("torch.")
             raise HexadError(
-                f"Microbatch.{name}: found {found:.80}, expected {kind} of shape {shape}: {named}"
+                f"Microbatch.{name}: found {actual:.80}, expected {kind} of shape {shape}: {named}"
             )
     if weights is not None and not weights[experts >= 0].isfinite().all():
         raise HexadError("Microbatch.expert_weights: found a weight that is not finite")

@@ -203,8 +203,8 @@ def evaluate_weights(
         sets.close()
     for name, score in scores.items():
         if not score.tokens:
-            some = "" if batches is None else f" in its first {counted(batches, 'batch')} (``batches``)"
-            raise HexadError(f"``data``: {name}: no token{some} has a target: there is nothing to evaluate")
+            part = "" if batches is None else f" in its first {counted(batches, 'batch')} (``batches``)"
+            raise HexadError(f"``data``: {name}: no token{part} has a target: there is nothing to evaluate")
         if not math.isfinite(score.loss_sum):
             raise HexadError(f"``data``: {name}: found the loss {score.loss:g}: {NOT_FINITE}")
     return scores

@@ -78,9 +78,9 @@ class FaultGuard:
             return None
         return self.settings.spike * median(self._losses)
 
-    def record(self, step: int, loss: float, made: bool, fault: Fault | None) -> None:
+    def record(self, step: int, loss: float, updated: bool, fault: Fault | None) -> None:
         """Record a step: whether its update was applied, and why not (None: the loss scale overflowed)."""
-        if made:
+        if updated:
             if self.settings.spike is not None:
                 self._losses.append(loss)
             if step > self.streak.last:

@@ -60,9 +60,9 @@ class Outputs:
         Args:
             labels: int64 ``[tokens]`` or of the microbatch's shape; by default the microbatch's.
         """
-        wanted = self._microbatch.labels if labels is None else labels
+        targets = self._microbatch.labels if labels is None else labels
         stage, axis = self._stage, self._mesh.tensor
-        losses = cross_entropy(self.local_logits(), wanted.flatten(), stage.vocab, axis, stage.shard.exact)
+        losses = cross_entropy(self.local_logits(), targets.flatten(), stage.vocab, axis, stage.shard.exact)
         return 0.0 - losses  # of a certain token 0.0, not -0.0, as where tokens are sampled
 
     def whole(self, values: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ class OwnLoss(nn.Module):
         """
         value = self.loss(Outputs(stage, hidden, microbatch, self.mesh), microbatch)
         if not isinstance(value, Tensor) or value.dim():
-            found = (
+            actual = (
                 f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             )
-            raise HexadError(f"loss: found {found}, expected a scalar tensor: a sum over the rank's tokens")
+            raise HexadError(f"loss: found {actual}, expected a scalar tensor: a sum over the rank's tokens")
         if torch.is_grad_enabled() and not value.requires_grad:
             raise HexadError(
                 "loss: found a tensor without a graph; compute it from the outputs, with autograd"

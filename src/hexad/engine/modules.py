@@ -40,11 +40,11 @@ def with_common_dtype(config: Config, mesh: Mesh) -> Config:
     return with_dtype(config, merged(has_bf16(mesh.device), mesh.world, lambda one, other: one and other))
 
 
-def dtype_line(given: Config, resolved: Config, mesh: Mesh) -> str | None:
+def dtype_line(configured: Config, resolved: Config, mesh: Mesh) -> str | None:
     """The line that reports a run's format at the start: the value of ``auto``, or that this rank's device
     computes 16 bits in software; None where there is nothing to say."""
     dtype, device = resolved.precision.dtype, device_name(mesh.device)
-    if given.precision.dtype == "auto":
+    if configured.precision.dtype == "auto":
         if dtype == "bf16":
             return f"precision.dtype auto: bf16, which {device} computes in hardware"
         lacks = device if not has_bf16(mesh.device) else "the device of another rank"
@@ -175,29 +175,31 @@ class Modules:
         untrained = _untrained(
             stages, {declared.parameter for _, declared in everything if not declared.plain}
         )
-        held = [
+        parameters = [
             (stage, declared)
             for stage, declared in everything
             if declared.parameter.requires_grad or not declared.plain
         ]
         agreed(lambda: _check(stages, placement, mesh.pipeline, everything), mesh.world)
         if groups is not None:
-            held = agreed(lambda: _grouped(held, groups), mesh.world)
-        own = Facts(
-            frozenset(declared.declaration.weights[0].grid for _, declared in held),
-            frozenset((d.declaration.tied, stage) for stage, d in held if d.declaration.tied),
-            any(declared.parameter.requires_grad for _, declared in held),
+            parameters = agreed(lambda: _grouped(parameters, groups), mesh.world)
+        local_facts = Facts(
+            frozenset(declared.declaration.weights[0].grid for _, declared in parameters),
+            frozenset((d.declaration.tied, stage) for stage, d in parameters if d.declaration.tied),
+            any(declared.parameter.requires_grad for _, declared in parameters),
         )
-        facts = merged(own if known is None else own.plus(known), mesh.world, Facts.plus)
+        facts = merged(local_facts if known is None else local_facts.plus(known), mesh.world, Facts.plus)
         tied = sorted(facts.ties)
         stages_of = {name: [number for other, number in tied if other == name] for name, _ in tied}
         if training and not facts.trains:
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
-        if _names_collide(_entries(stages, held, untrained), mesh.world):
-            held = [(n, _renamed(declared, n) if declared.plain else declared) for n, declared in held]
+        if _names_collide(_entries(stages, parameters, untrained), mesh.world):
+            parameters = [
+                (n, _renamed(declared, n) if declared.plain else declared) for n, declared in parameters
+            ]
             untrained = [replace(value, name=f"stages.{value.stage}.{value.name}") for value in untrained]
         copies = (mesh.gradient_axis(), *mesh.model_axes())
-        return cls(held, untrained, sorted(facts.grids), stages_of, copies, mesh.device)
+        return cls(parameters, untrained, sorted(facts.grids), stages_of, copies, mesh.device)
 
     def broadcast(self, tensors: Iterable[Tensor], *axes: Axis) -> None:
         """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP; or
@@ -212,10 +214,10 @@ class Modules:
     def broadcast_ties(self, ties: Mapping[str, Axis]) -> None:
         """Give users' parameters that stages have in common the values of the first of these stages."""
         for name in sorted(ties):  # in one order on all ranks, whatever that of their stages is
-            held = (
+            copies = (
                 declared for _, declared in self.held if declared.given and declared.declaration.tied == name
             )
-            self.broadcast((declared.parameter for declared in held), ties[name])
+            self.broadcast((declared.parameter for declared in copies), ties[name])
 
     def broadcast_untrained(self, dtype: torch.dtype) -> None:
         """Broadcast what is not trained (:meth:`broadcast`); frozen parameters are given the model's
@@ -245,13 +247,13 @@ def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> 
     for number, stage in stages.items():
         for path, module in stage.named_modules():
             sharded = isinstance(module, ShardedModule)
-            own = {
+            parameters = {
                 name: parameter
                 for name, parameter in module.named_parameters(recurse=False)
                 if not parameter.requires_grad and parameter not in declared
             }
             buffers = {} if sharded else dict(module.named_buffers(recurse=False))
-            for name, tensor in {**own, **buffers}.items():
+            for name, tensor in {**parameters, **buffers}.items():
                 kept = name not in module._non_persistent_buffers_set
                 where = f"{path}.{name}".removeprefix(".")
                 untrained.setdefault(tensor, Untrained(number, where, module, name, kept))
@@ -262,7 +264,7 @@ def _check(
     stages: Mapping[int, nn.Module],
     placement: Sequence[int],
     pipeline: Axis,
-    held: Sequence[tuple[int, Declared]],
+    parameters: Sequence[tuple[int, Declared]],
 ) -> None:
     """Refuse stages that this rank cannot train."""
     expected = [number for number, rank in enumerate(placement) if rank == pipeline.rank]
@@ -271,7 +273,7 @@ def _check(
             f"stages: found numbers {sorted(stages)} on pipeline rank {pipeline.rank} of {pipeline.size}, "
             f"but the plan has {expected} of {len(placement)} stages there; pass these, or another plan"
         )
-    for _, declared in held:
+    for _, declared in parameters:
         name, parameter = declared.declaration.name, declared.parameter
         if not declared.plain and parameter.requires_grad == declared.declaration.frozen:
             raise HexadError(
@@ -303,12 +305,12 @@ def _tied(declared: Declared, ties: Ties) -> Declared:
 
 
 def _grouped(
-    held: Sequence[tuple[int, Declared]], groups: Sequence[Mapping[str, Any]]
+    parameters: Sequence[tuple[int, Declared]], groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[int, Declared]]:
     """Number the trained parameters by the optimizer's group that has them."""
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
     grouped = []
-    for stage, declared in held:
+    for stage, declared in parameters:
         declaration = declared.declaration
         if not declaration.frozen:
             if declared.parameter not in numbers:
@@ -324,11 +326,13 @@ def _grouped(
 
 
 def _entries(
-    stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
+    stages: Mapping[int, nn.Module],
+    parameters: Sequence[tuple[int, Declared]],
+    untrained: Sequence[Untrained],
 ) -> dict[int, Entries]:
     """The entries of every stage: its plain parameters and those untrained values that checkpoints hold."""
     entries: dict[int, Entries] = {number: [] for number in stages}
-    for number, declared in held:
+    for number, declared in parameters:
         if declared.plain and not declared.declaration.copy:
             entries[number].append((declared.declaration.name, _description(declared.parameter)))
     for value in untrained:

@@ -70,12 +70,12 @@ class Scorer:
         ]
         if not mine:
             return [[] for _ in sequences]
-        own = ([sequences[place] for place in group] for group in mine)
-        self._engine.evaluate([Microbatch.of_sequences(part, self._multiple) for part in own])
-        made, self._made = self._made, []
+        batches = ([sequences[place] for place in group] for group in mine)
+        self._engine.evaluate([Microbatch.of_sequences(part, self._multiple) for part in batches])
+        results, self._made = self._made, []
         values: dict[int, list[float]] = {}
         if self._mesh.tensor.rank == self._mesh.context.rank == 0:  # others have the same
-            for group, logprobs in zip(mine, made):
+            for group, logprobs in zip(mine, results):
                 lengths = [len(sequences[place]) - 1 for place in group]
                 parts = logprobs[: sum(lengths)].split(lengths) if lengths else ()
                 values |= {place: part.tolist() for place, part in zip(group, parts)}
@@ -112,8 +112,8 @@ def beyond_positions(tokens: int, positions: int) -> str | None:
     """A warning about a sequence of so many tokens, if the model was made for fewer."""
     if tokens - 1 <= positions:
         return None
-    made = f"the model was made for {positions} (model.max_positions)"
-    return f"a sequence reaches {tokens - 1} positions, {made}"
+    limit = f"the model was made for {positions} (model.max_positions)"
+    return f"a sequence reaches {tokens - 1} positions, {limit}"
 
 
 def check_sequence(ids: Sequence[int], name: str, vocab: int, positions: int | None) -> None:

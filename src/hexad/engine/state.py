@@ -275,10 +275,10 @@ class State:
             for declared in bucket.members if keeps else ():
                 values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
             self.gatherer.release(bucket)
-        held = [pair for stage in self.stages.values() for pair in stage.state_dict(keep_vars=True).items()]
+        items = [pair for stage in self.stages.values() for pair in stage.state_dict(keep_vars=True).items()]
         return {
             name: values[value] if value in values else value.detach().to("cpu", copy=True)
-            for name, value in (held if keeps else ())
+            for name, value in (items if keeps else ())
             if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
         }
 
@@ -291,10 +291,10 @@ class State:
             if not parameter.requires_grad
         }
         with self.gathered():
-            held = [pair for stage in self.stages.values() for pair in stage.state_dict().items()]
+            items = [pair for stage in self.stages.values() for pair in stage.state_dict().items()]
             return {
                 name: value.detach().to("cpu", copy=True)
-                for name, value in (held if keeps else ())
+                for name, value in (items if keeps else ())
                 if not (exclude_frozen and name in frozen)
             }
 

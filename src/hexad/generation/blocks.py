@@ -201,26 +201,26 @@ class BlockPool:
             return follower
         self._claims[self._claims == table.claim] = 0
         free = (self._holders == 0) & (self._claims == 0)
-        wanted = self.needed(table.longest) - table.dropped - len(table.blocks)
-        block = self._gap(free, wanted)
+        count = self.needed(table.longest) - table.dropped - len(table.blocks)
+        block = self._gap(free, count)
         if block is None:
             return self._oldest(free if free.any() else self._holders == 0)
-        self._claims[block : block + wanted] = table.claim
+        self._claims[block : block + count] = table.claim
         return block
 
     def _oldest(self, free: NDArray[np.bool_]) -> int:
         return int(np.where(free, self._used, np.iinfo(np.int64).max).argmin())
 
-    def _gap(self, free: NDArray[np.bool_], wanted: int) -> int | None:
-        """The first of ``wanted`` free neighbours: those that were used longest ago."""
-        if not 0 < wanted <= len(free):
+    def _gap(self, free: NDArray[np.bool_], count: int) -> int | None:
+        """The first of ``count`` free neighbours: those that were used longest ago."""
+        if not 0 < count <= len(free):
             return None
         taken = np.concatenate(([0], np.cumsum(~free)))
-        starts = np.flatnonzero(taken[wanted:] == taken[:-wanted])
+        starts = np.flatnonzero(taken[count:] == taken[:-count])
         if not len(starts):
             return None
         used = np.concatenate(([0], np.cumsum(self._used != 0)))
         # By how many of them hold something, then by when the first of these was used.
-        kept = used[starts + wanted] - used[starts]
+        kept = used[starts + count] - used[starts]
         best = starts[kept == kept.min()]
         return int(best[self._used[best].argmin()])

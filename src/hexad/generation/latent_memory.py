@@ -83,7 +83,7 @@ class LatentMemory:
         """The attention of neighbouring runs of rows."""
         if method is AttentionMethod.ABSORBED:
             groups = alike(sequences, self.latents.shape[1])
-            return [self._absorbed(q, some, heads, kernel) for some in groups]
+            return [self._absorbed(q, group, heads, kernel) for group in groups]
         compute = self._exactly if method is AttentionMethod.EXACT else self._expanded
         return [compute(q, queries, heads, kernel) for queries in sequences]
 

@@ -356,7 +356,7 @@ class ExactMemory(KeyValueMemory):
             sequences = list(group)
             if alone:
                 elements = k.shape[1] * k.shape[2]
-                parts += [self._together(q, some, kernel) for some in alike(sequences, elements)]
+                parts += [self._together(q, batch, kernel) for batch in alike(sequences, elements)]
                 continue
             for queries in sequences:
                 run = TokenRange(queries.position, queries.origin, kernel.window)

@@ -42,8 +42,8 @@ class TextStream:
         if not self._stop:
             return text
         if not may_stop:
-            held, self._held, self._hidden = self._cut(len(self._held)), "", b""
-            return held + text
+            rest, self._held, self._hidden = self._cut(len(self._held)), "", b""
+            return rest + text
         self._held += text + special
         self._hidden += bytes(len(text)) + b"\1" * bool(special) + b"\2" * (len(special) - 1)
         return self._passed()

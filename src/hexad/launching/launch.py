@@ -42,14 +42,14 @@ _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementa
 
 
 @contextmanager
-def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
+def deterministic(requested: bool, device: torch.device) -> Iterator[None]:
     """Let torch choose deterministic algorithms where ``run.deterministic`` is wanted, and raise where an
     operator has none. On a CPU all operators in use are deterministic anyway.
 
     Raises:
         ConfigError: cuBLAS cannot be set up for it any more, or is set up otherwise.
     """
-    if not wanted:
+    if not requested:
         yield
         return
     if device.type == "cuda":
@@ -381,8 +381,8 @@ def host_threads(environment: Mapping[str, str], local_world: int, offload: bool
     The 1 that torchrun sets where the user has set nothing is not taken for a choice where the host updates
     the weights (``offload``).
     """
-    given = environment.get("OMP_NUM_THREADS")
-    if given is not None and not (offload and given == "1"):
+    threads = environment.get("OMP_NUM_THREADS")
+    if threads is not None and not (offload and threads == "1"):
         return None
     return _cores(environment, local_world)
 

@@ -268,9 +268,10 @@ class BlockSpec:
     def _most(self, run: Execution, recomputed: Parts, needed: list[int]) -> int:
         """Bytes above what the layer keeps, given those of each branch above what it keeps itself."""
         stream, later, most = run.stream(self.hidden), 0, []
-        for (_, branch), own in zip(reversed(self.branches), reversed(needed)):
+        for (_, branch), branch_bytes in zip(reversed(self.branches), reversed(needed)):
             normed = self._normed(run, branch, recomputed)
-            most.append(own - later + (stream - normed if run.exact else 0))  # its input, if it is not kept
+            unkept = stream - normed if run.exact else 0  # the branch's input
+            most.append(branch_bytes - later + unkept)
             later += branch.kept(run, recomputed) + normed + stream
         return max(most)
 

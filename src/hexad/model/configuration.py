@@ -49,11 +49,11 @@ def _with_local_sources(config: Config) -> Config:
     """The configuration with directories in place of the names of published models."""
     for group, name, find in (("model", "load", local), ("data", "tokenizer", local_tokenizer)):
         settings = getattr(config, group)
-        given = getattr(settings, name)
+        source = getattr(settings, name)
         with blaming(f"{group}.{name}"):
-            found = None if given is None else find(given)
-        if found != given:
-            config = config.model_copy(update={group: settings.model_copy(update={name: found})})
+            directory = None if source is None else find(source)
+        if directory != source:
+            config = config.model_copy(update={group: settings.model_copy(update={name: directory})})
     return config
 
 
@@ -69,24 +69,24 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
         ConfigError: an unknown preset, or one of another family than the one given, a family that is not
             supported, or weights that cannot be used with these settings.
     """
-    given: dict[str, Any] = {name: getattr(model, name) for name in model.model_fields_set}
+    configured: dict[str, Any] = {name: getattr(model, name) for name in model.model_fields_set}
     if model.preset is not None:
         shape = preset(model.preset)
-        if given.get("family", shape["family"]) != shape["family"]:
+        if configured.get("family", shape["family"]) != shape["family"]:
             raise ConfigError(
                 "model.family",
-                f"found {given['family']!r}, but model.preset {model.preset} is of family "
+                f"found {configured['family']!r}, but model.preset {model.preset} is of family "
                 f"{shape['family']!r}; remove one of the two",
             )
-        if isinstance(experts := given.get("moe"), MoeSettings) and shape.get("moe") is not None:
-            given["moe"] = {
+        if isinstance(experts := configured.get("moe"), MoeSettings) and shape.get("moe") is not None:
+            configured["moe"] = {
                 **shape["moe"],
                 **{name: getattr(experts, name) for name in experts.model_fields_set},
             }
-        given = {**shape, **given}
+        configured = {**shape, **configured}
     if model.load is not None:
-        given = with_source(model.load, given)
-    model = ModelSettings.model_validate(given)
+        configured = with_source(model.load, configured)
+    model = ModelSettings.model_validate(configured)
     if model.head_dim == "auto" and model.mla is None and model.hidden % model.heads:
         raise ConfigError(
             "model.hidden",
@@ -145,15 +145,15 @@ def _check_latent(model: ModelSettings) -> None:
             raise ConfigError(f"model.{field}", problem)
 
 
-def _check_used(given: ModelSettings, model: ModelSettings) -> None:
+def _check_used(settings: ModelSettings, model: ModelSettings) -> None:
     """Refuse settings that the user gave and the family does not use; values that a resolved configuration
     contains, defaults and those of its preset, are accepted."""
     harmless = {ModelSettings().rope_theta}
-    if given.preset is not None:
-        harmless.add(preset(given.preset).get("rope_theta", ModelSettings().rope_theta))
-    if not family(model.family).rotary and given.rope_theta not in harmless:
+    if settings.preset is not None:
+        harmless.add(preset(settings.preset).get("rope_theta", ModelSettings().rope_theta))
+    if not family(model.family).rotary and settings.rope_theta not in harmless:
         raise ConfigError(
             "model.rope_theta",
-            f"found {given.rope_theta!r}, but {model.family} has learned positions, not rotary ones; "
+            f"found {settings.rope_theta!r}, but {model.family} has learned positions, not rotary ones; "
             "remove it",
         )

@@ -237,9 +237,9 @@ def architecture(model: ModelSettings) -> Family:
     Raises:
         ConfigError: there is none.
     """
-    own = family(model.family)
-    for kind in (own, *(family(name) for name in families() if name != own.name)):
-        if _fits(model, own, kind):
+    model_family = family(model.family)
+    for kind in (model_family, *(family(name) for name in families() if name != model_family.name)):
+        if _fits(model, model_family, kind):
             return kind
     heads = f"model.heads {model.heads}, kv_heads {model.kv_heads}, head_dim {model.head_dim}"
     classes = ", ".join(family(name).classes[0] for name in families())
@@ -258,8 +258,10 @@ def architecture(model: ModelSettings) -> Family:
     )
 
 
-def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
-    same = all(getattr(kind, name) == getattr(own, name) for name in ("norm", "rotary", "gated", "latent"))
+def _fits(model: ModelSettings, model_family: Family, kind: Family) -> bool:
+    same = all(
+        getattr(kind, name) == getattr(model_family, name) for name in ("norm", "rotary", "gated", "latent")
+    )
     if not same or model.qk_norm != kind.qk_norm or not _has_biases(model, kind) or not kind.mixture(model):
         return False
     if kind.whole_heads and model.hidden % model.heads:
@@ -312,29 +314,32 @@ def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) ->
 
 
 def _rope_json(model: ModelSettings, kind: Family) -> dict[str, Any]:
-    own = model.rope_scaling
-    if own is None:
+    scaling = model.rope_scaling
+    if scaling is None:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
-    if own.type not in kind.scalings:
+    if scaling.type not in kind.scalings:
         raise ConfigError(
             "model.rope_scaling.type",
-            f"found {own.type}, but {kind.classes[0]} of transformers has {', '.join(kind.scalings)} only",
+            f"found {scaling.type}, but {kind.classes[0]} of transformers has "
+            f"{', '.join(kind.scalings)} only",
         )
-    values = {_ROPE_KEYS.get(ours, ours): getattr(own, ours) for ours in RopeScaling.USED[own.type][1:]}
+    values = {
+        _ROPE_KEYS.get(ours, ours): getattr(scaling, ours) for ours in RopeScaling.USED[scaling.type][1:]
+    }
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     if values.get("attention_factor") == "auto":
         del values["attention_factor"]
-    if own.type == "dynamic":  # it takes the longest sequence for the original one
-        if own.original_positions != model.max_positions:
-            problem = f"found {own.original_positions}, but transformers takes max_positions for it"
+    if scaling.type == "dynamic":  # it takes the longest sequence for the original one
+        if scaling.original_positions != model.max_positions:
+            problem = f"found {scaling.original_positions}, but transformers takes max_positions for it"
             raise ConfigError(
                 "model.rope_scaling.original_positions", f"{problem}, {model.max_positions}; set them alike"
             )
         del values["original_max_position_embeddings"]
-    if own.type != "longrope":
-        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": own.type, **values}}
+    if scaling.type != "longrope":
+        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": scaling.type, **values}}
     # Versions of Phi3Config expect these three keys alone, and the original length outside.
     outside = {"original_max_position_embeddings": values.pop("original_max_position_embeddings")}
-    if own.factor * own.original_positions == model.max_positions:
+    if scaling.factor * scaling.original_positions == model.max_positions:
         del values["factor"]
-    return {"rope_theta": model.rope_theta, "rope_scaling": {"type": own.type, **values}, **outside}
+    return {"rope_theta": model.rope_theta, "rope_scaling": {"type": scaling.type, **values}, **outside}

@@ -26,8 +26,8 @@ def hugging_face_directory(load: str) -> Path | None:
     return Path(load.removeprefix(HUGGING_FACE)) if load.startswith(HUGGING_FACE) else None
 
 
-def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` model settings, completed from those of the weights that ``model.load`` names.
+def with_source(load: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Model settings, completed from those of the weights that ``model.load`` names.
 
     A resolved configuration, which gives all of them, needs no source: a run resumes from its own checkpoints
     after the weights that it was started with are gone.
@@ -35,22 +35,22 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: the source cannot be read or is not supported, or a setting is given another value.
     """
-    given = {name: value for name, value in given.items() if value != "auto"}
+    settings = {name: value for name, value in settings.items() if value != "auto"}
     try:
         with blaming("model.load"):
             source = _settings(load)
     except ConfigError:
-        if _complete(given):
-            return given  # if the weights are wanted after all, whoever opens them says what is wrong
+        if _complete(settings):
+            return settings  # if the weights are wanted after all, whoever opens them says what is wrong
         raise
-    if isinstance(experts := given.get("moe"), MoeSettings) and source.moe is not None:
-        given["moe"] = _experts(load, source.moe, experts)
+    if isinstance(experts := settings.get("moe"), MoeSettings) and source.moe is not None:
+        settings["moe"] = _experts(load, source.moe, experts)
     for name in source.model_fields_set - {*FREE, *_unused(source.family), *_movable(source.family), "moe"}:
-        if name in given and given[name] != (wanted := getattr(source, name)):
-            raise _contradiction(load, name, given[name], wanted)
-    if "moe" in given and (given["moe"] is None) != (source.moe is None):
-        raise _contradiction(load, "moe", given["moe"], source.moe)
-    return {**{name: getattr(source, name) for name in source.model_fields_set}, **given}
+        if name in settings and settings[name] != (expected := getattr(source, name)):
+            raise _contradiction(load, name, settings[name], expected)
+    if "moe" in settings and (settings["moe"] is None) != (source.moe is None):
+        raise _contradiction(load, "moe", settings["moe"], source.moe)
+    return {**{name: getattr(source, name) for name in source.model_fields_set}, **settings}
 
 
 def _experts(load: str, source: MoeSettings, settings: MoeSettings) -> MoeSettings:
@@ -60,28 +60,28 @@ def _experts(load: str, source: MoeSettings, settings: MoeSettings) -> MoeSettin
     values = {name: getattr(settings, name) for name in settings.model_fields_set}
     values = {name: value for name, value in values.items() if value != "auto" or name in free}
     for name, value in values.items():
-        if name not in free and value != (wanted := getattr(source, name)):
-            raise _contradiction(load, f"moe.{name}", value, wanted)
+        if name not in free and value != (expected := getattr(source, name)):
+            raise _contradiction(load, f"moe.{name}", value, expected)
     return source.model_copy(update=values)
 
 
-def _contradiction(load: str, name: str, value: Any, wanted: Any) -> ConfigError:
-    setting, other = (shown(_plain(side)) for side in (value, wanted))
-    fix = "; hexad checkpoint upcycle makes one with experts" if name == "moe" and wanted is None else ""
+def _contradiction(load: str, name: str, value: Any, expected: Any) -> ConfigError:
+    setting, other = (shown(_plain(side)) for side in (value, expected))
+    fix = "; hexad checkpoint upcycle makes one with experts" if name == "moe" and expected is None else ""
     return ConfigError(
         f"model.{name}", f"found {setting}, but {load} (model.load) has {other}; remove one of the two{fix}"
     )
 
 
-def _complete(given: Mapping[str, Any]) -> bool:
+def _complete(settings: Mapping[str, Any]) -> bool:
     """Whether nothing is left to fill in but what is the same in every model of the family: files that are
     older than such a setting lack it."""
-    kind = family(given.get("family", ModelSettings().family))
+    kind = family(settings.get("family", ModelSettings().family))
     same = {*OPTIONS, "attention_multiplier", "out_bias", "mlp_bias"} - set(kind.keys)
     same |= set() if kind.latent else {"mla"}
     same |= set() if kind.experts else {"moe"}
     free = {*FREE, *_unused(kind.name), *_movable(kind.name), *same}
-    return set(ModelSettings.model_fields) - free <= set(given)
+    return set(ModelSettings.model_fields) - free <= set(settings)
 
 
 def _unused(name: str) -> tuple[str, ...]:

@@ -363,14 +363,14 @@ def _adamw_(
     """Overwrite a run of master values ``[elements]``, their moments, and their ``copy`` in another format;
     ``constants``: see :meth:`AdamW._constants`. A factor that is NaN changes nothing."""
     factor, kept, length, root = constants.unbind()
-    made = ~factor.isnan()
+    valid = ~factor.isnan()
     gradient = gradient.to(master.dtype) * factor
     new_first = first.lerp(gradient, 1 - betas[0])
     # One interpolation: ``b v + (1 - b) g^2`` contracts to other fused multiply-adds in other configurations.
     new_second = second.lerp(gradient * gradient, 1 - betas[1])
     new_master = master * kept - length * new_first / (new_second.sqrt() / root + eps)
     for values, new in ((first, new_first), (second, new_second), (master, new_master)):
-        values.copy_(torch.where(made, new, values))
+        values.copy_(torch.where(valid, new, values))
     if copy is not None:
         copy.copy_(master)
 

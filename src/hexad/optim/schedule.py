@@ -35,8 +35,8 @@ def learning_rates(
     peak, low = optimizer.decoupled_lr, schedule.decoupled_min_lr
     if peak is None:
         return LearningRates(lr, lr)
-    own = schedule if low is None else schedule.model_copy(update={"min_lr": low})
-    return LearningRates(lr, learning_rate(own, peak, total_steps, step))
+    decoupled_schedule = schedule if low is None else schedule.model_copy(update={"min_lr": low})
+    return LearningRates(lr, learning_rate(decoupled_schedule, peak, total_steps, step))
 
 
 def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: float, step: float) -> float:

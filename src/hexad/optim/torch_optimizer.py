@@ -47,8 +47,8 @@ class TorchOptimizer(Rule):
         self._held = [_given(bucket, flat) for bucket in buckets]
         optimizer.state.clear()
         for number, group in enumerate(optimizer.param_groups):
-            members = [held for held in zip(buckets, self._held) if held[0].traits.group == number]
-            group["params"] = [tensor for _, held in members for _, tensor in held]
+            members = [member for member in zip(buckets, self._held) if member[0].traits.group == number]
+            group["params"] = [tensor for _, member in members for _, tensor in member]
             if _fusible(optimizer, group):
                 group["fused"] = True  # fewer passes over memory; the same numbers but for rounding
 
@@ -69,14 +69,14 @@ class TorchOptimizer(Rule):
         all at once: they may have numbers of their own, which a step advances."""
         assert rates is None, "the optimizer's groups hold the learning rate"
         waiting = []
-        for held in self._held:
-            for _, tensor in held:
+        for bucket_tensors in self._held:
+            for _, tensor in bucket_tensors:
                 tensor.grad = None  # that show_gradients has set: a step updates what has a gradient
-        for bucket, held, gradient in zip(self.buckets, self._held, gradients):
+        for bucket, bucket_tensors, gradient in zip(self.buckets, self._held, gradients):
             if factor != 1:
                 gradient.mul_(factor)
-            _give_gradients(bucket, held, gradient)
-            waiting.append((bucket, held))
+            _give_gradients(bucket, bucket_tensors, gradient)
+            waiting.append((bucket, bucket_tensors))
             if self._by_bucket:
                 self._step(waiting, publish)
         if waiting:
@@ -85,8 +85,8 @@ class TorchOptimizer(Rule):
     def show_gradients(self) -> None:
         """Set ``grad`` of the tensors in the optimizer's groups to this rank's shard of the gradients, as
         :meth:`update` does, for what changes gradients elementwise before it."""
-        for bucket, held in zip(self.buckets, self._held):
-            _give_gradients(bucket, held, bucket.gradient)
+        for bucket, bucket_tensors in zip(self.buckets, self._held):
+            _give_gradients(bucket, bucket_tensors, bucket.gradient)
 
     @property
     def _by_bucket(self) -> bool:
@@ -96,8 +96,8 @@ class TorchOptimizer(Rule):
     def _step(self, waiting: list[tuple[Bucket, Held]], publish: Publish) -> None:
         """Update what has gradients, which ``waiting`` lists."""
         self.optimizer.step()
-        for _, held in waiting:
-            for _, tensor in held:
+        for _, bucket_tensors in waiting:
+            for _, tensor in bucket_tensors:
                 tensor.grad = None
         for bucket, _ in waiting:
             publish(bucket)
@@ -105,13 +105,16 @@ class TorchOptimizer(Rule):
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """State as large as the values, by name; none before the first step or :meth:`prepare`."""
-        held, states = self._held[self.buckets.index(bucket)], self.optimizer.state
+        bucket_tensors, states = self._held[self.buckets.index(bucket)], self.optimizer.state
         as_large = (
-            key for _, tensor in held for key, value in states[tensor].items() if _alike(value, tensor)
+            key
+            for _, tensor in bucket_tensors
+            for key, value in states[tensor].items()
+            if _alike(value, tensor)
         )
         for key in dict.fromkeys(as_large):  # in order of appearance
             flat = torch.zeros_like(bucket.master)
-            for member, tensor in held:
+            for member, tensor in bucket_tensors:
                 if member is None:
                     flat = states[tensor][key]
                 else:  # what a checkpoint overwrites is what the optimizer reads
@@ -129,8 +132,8 @@ class TorchOptimizer(Rule):
         keys = [kind.removeprefix("optimizer.") for kind in kinds]
         if not keys:
             self.optimizer.state.clear()
-        for held in self._held:
-            for _, tensor in held:
+        for bucket_tensors in self._held:
+            for _, tensor in bucket_tensors:
                 for key in keys:
                     self.optimizer.state[tensor].setdefault(key, torch.zeros_like(tensor))
 
@@ -149,8 +152,8 @@ class TorchOptimizer(Rule):
             for group in self.optimizer.param_groups
         ]
         counts: dict[str, Any] = {}
-        for held in self._held:
-            for _, tensor in held:
+        for bucket_tensors in self._held:
+            for _, tensor in bucket_tensors:
                 for key, value in self.optimizer.state[tensor].items():
                     if not _alike(value, tensor):
                         counts[key] = self._count(key, value)
@@ -162,11 +165,11 @@ class TorchOptimizer(Rule):
         Raises:
             HexadError: they are those of another one.
         """
-        own = type(self.optimizer).__name__
-        saved = numbers.get("type", own)
-        if saved != own and {saved, own} != {"Adam", "AdamW"}:
+        kind = type(self.optimizer).__name__
+        saved = numbers.get("type", kind)
+        if saved != kind and {saved, kind} != {"Adam", "AdamW"}:
             raise HexadError(
-                f"optimizer: found the state of {saved} in the checkpoint, but this is {own}; use {saved}, "
+                f"optimizer: found the state of {saved} in the checkpoint, but this is {kind}; use {saved}, "
                 "or load the weights alone (load_optimizer_states=False)"
             )
 
@@ -211,8 +214,8 @@ def _given(bucket: Bucket, flat: bool) -> Held:
     return [(member, view if view.dim() else view.view(1)) for member, view in enumerate(views)]
 
 
-def _give_gradients(bucket: Bucket, held: Held, gradient: Tensor) -> None:
-    for member, tensor in held:
+def _give_gradients(bucket: Bucket, bucket_tensors: Held, gradient: Tensor) -> None:
+    for member, tensor in bucket_tensors:
         tensor.grad = gradient if member is None else bucket.view(gradient, member).view(tensor.shape)
 
 

@@ -53,10 +53,10 @@ def product_bytes(rows: int, inputs: int, outputs: int, byte: int, cpu: bool) ->
     return weight + max(weight, split, 8 * parts * rows * (inputs + columns))
 
 
-def function_bytes(elements: int, cpu: bool, each: int) -> int:
-    """Bytes that a function needs beside its arguments and its result: ``each`` for every element of those
+def function_bytes(elements: int, cpu: bool, width: int) -> int:
+    """Bytes that a function needs beside its arguments and its result: ``width`` for every element of those
     that are computed at a time."""
-    return each * min(elements, blocks(cpu).elements)
+    return width * min(elements, blocks(cpu).elements)
 
 
 def function_each(byte: int) -> int:

@@ -391,9 +391,9 @@ class Moment(NamedTuple):
     weights: tuple[Parameter, ...] = ()
     aside: int = 0
 
-    def above(self, held: int) -> Moment:
-        """The moment on top of ``held`` bytes that are there anyway."""
-        return self._replace(needed=self.needed + held, complete=self.complete + held)
+    def above(self, nbytes: int) -> Moment:
+        """The moment on top of ``nbytes`` bytes that are there anyway."""
+        return self._replace(needed=self.needed + nbytes, complete=self.complete + nbytes)
 
 
 @dataclass(frozen=True)

@@ -80,13 +80,13 @@ class _Call(NamedTuple):
     writes: bool
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        given = [*tensors, *self.numbers]
-        made = self.code(*[given[place] for place in self.arguments])
+        inputs = [*tensors, *self.numbers]
+        outputs = self.code(*[inputs[place] for place in self.arguments])
         if self.results is None:
             return None
         if isinstance(self.results, int):
-            return made[self.results]
-        return tuple([made[place] for place in self.results])
+            return outputs[self.results]
+        return tuple([outputs[place] for place in self.results])
 
 
 class _Run(NamedTuple):
@@ -213,13 +213,13 @@ def _arranged(run: _Run, tensors: Sequence[Tensor], result: Any, writes: bool) -
             place = len(tensors) + len(numbers)
             numbers.append(value)
         arguments.append(place)
-    made = {id(value): place for place, value in enumerate(run.results)}
+    place_of = {id(value): place for place, value in enumerate(run.results)}
     results: Any
     if isinstance(result, tuple):
-        results = [made.get(id(value)) for value in result]
+        results = [place_of.get(id(value)) for value in result]
         known = None not in results
     else:
-        results = made.get(id(result))
+        results = place_of.get(id(result))
         known = result is None or results is not None
     if not known:
         return None

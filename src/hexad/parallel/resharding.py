@@ -56,8 +56,8 @@ def _cut(whole: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
     return Rectangle(whole.name, whole.shape, tuple(offset), tuple(sizes))
 
 
-def _view(held: Held, part: Rectangle) -> Tensor:
-    rectangle, values = held
+def _view(source: Held, part: Rectangle) -> Tensor:
+    rectangle, values = source
     index = (slice(o - b, o - b + n) for o, b, n in zip(part.offset, rectangle.offset, part.sizes))
     return values[tuple(index)]
 
@@ -74,11 +74,11 @@ class Resharding:
         HexadError: a value that no rank has, or a tensor of another shape; on every rank.
     """
 
-    def __init__(self, held: Sequence[Rectangle], needed: Sequence[Rectangle], axis: Axis) -> None:
+    def __init__(self, stored: Sequence[Rectangle], needed: Sequence[Rectangle], axis: Axis) -> None:
         self._axis = axis
         # Ranks that differ in the data alone hold the same.
-        own: dict[tuple[Rectangle, ...], tuple[int, ...]] = {tuple(held): (axis.rank,)}
-        holders = merged(own, axis, _appended)
+        local_holder: dict[tuple[Rectangle, ...], tuple[int, ...]] = {tuple(stored): (axis.rank,)}
+        holders = merged(local_holder, axis, _appended)
         pieces, problem = _found(holders, needed, axis.rank)
         problem = merged(problem, axis, lambda a, b: a or b)
         if problem is not None:
@@ -88,17 +88,17 @@ class Resharding:
         ends = [*accumulate(piece.part.numel for piece in away)]
         numbers = [(end - 1) // _MESSAGE for end in ends]  # of the messages that they come in
         count = merged(numbers[-1] + 1 if numbers else 0, axis, max)
-        wanted: list[list[tuple[int, _TransferredPart]]] = [[] for _ in range(axis.size)]
+        requests: list[list[tuple[int, _TransferredPart]]] = [[] for _ in range(axis.size)]
         for number, piece in zip(numbers, away):
-            wanted[piece.source].append((number, piece))
-        asked = _exchanged(wanted, axis)
+            requests[piece.source].append((number, piece))
+        asked = _exchanged(requests, axis)
         # By message: rank and piece, in an order that is the same on both sides.
         self._sent, self._received = (
             [
                 [(rank, piece) for rank, side in enumerate(sides) for n, piece in side if n == number]
                 for number in range(count)
             ]
-            for sides in (asked, wanted)
+            for sides in (asked, requests)
         )
 
     @property
@@ -107,19 +107,19 @@ class Resharding:
         return sum(piece.part.numel for message in self._received for _, piece in message)
 
     @torch.no_grad()
-    def run(self, held: Sequence[Held], needed: Sequence[Held], dtype: torch.dtype) -> None:
+    def run(self, sources: Sequence[Held], needed: Sequence[Held], dtype: torch.dtype) -> None:
         """Copy values to where they are needed; all ranks together, with rectangles as at construction.
 
         Args:
-            held: what this rank has, in any format.
+            sources: what this rank has, in any format.
             needed: places for what it needs.
             dtype: of the values, to which those that are held are rounded.
         """
         for _, having, place, part in self._local:
-            _view(needed[place], part).copy_(_view(held[having], part).to(dtype))
-        size, device = self._axis.size, needed[0][1].device if needed else held[0][1].device
+            _view(needed[place], part).copy_(_view(sources[having], part).to(dtype))
+        size, device = self._axis.size, needed[0][1].device if needed else sources[0][1].device
         for sent, received in zip(self._sent, self._received):
-            parts = [_view(held[piece.having], piece.part).to(dtype).flatten() for _, piece in sent]
+            parts = [_view(sources[piece.having], piece.part).to(dtype).flatten() for _, piece in sent]
             message = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
             arrived = all_to_all(message, self._axis, _counts(sent, size), _counts(received, size))
             sizes = [piece.part.numel for _, piece in received]
@@ -174,11 +174,11 @@ def _found(
         for index, rectangle in enumerate(rectangles):
             known.setdefault(rectangle.name, []).append((source, index, rectangle))
     pieces: list[_TransferredPart] = []
-    for place, wanted in enumerate(needed):
-        left = [wanted] if wanted.numel else []
-        for source, index, rectangle in known.get(wanted.name, ()):
-            if rectangle.shape != wanted.shape:
-                return [], f"{wanted.name}: found shape {rectangle.shape}, expected {wanted.shape}"
+    for place, target in enumerate(needed):
+        left = [target] if target.numel else []
+        for source, index, rectangle in known.get(target.name, ()):
+            if rectangle.shape != target.shape:
+                return [], f"{target.name}: found shape {rectangle.shape}, expected {target.shape}"
             rest: list[Rectangle] = []
             for missing in left:
                 part = missing.intersection(rectangle)
@@ -189,5 +189,5 @@ def _found(
                     rest += minus(missing, part)
             left = rest
         if left:
-            return [], f"{wanted.name}: no rank has its elements from {left[0].offset} on"
+            return [], f"{target.name}: no rank has its elements from {left[0].offset} on"
     return pieces, None

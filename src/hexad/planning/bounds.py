@@ -272,8 +272,10 @@ class Needs(NamedTuple):
 
     def part(self, recompute: str, choice: PipelineLayout, microbatches: int, room: float) -> float:
         """The part of its layers that must recompute at the least; infinite if all are too few."""
-        held = in_flight(choice, microbatches, self.rank)
-        all_, none = (self.rest + held * self.kept[kind] for kind in (recompute, next(iter(self.kept))))
+        microbatches_kept = in_flight(choice, microbatches, self.rank)
+        all_, none = (
+            self.rest + microbatches_kept * self.kept[kind] for kind in (recompute, next(iter(self.kept)))
+        )
         if all_ > room:
             return inf
         return max(0.0, none - room) / (none - all_) if all_ < none else 0.0
@@ -394,8 +396,10 @@ class Bounds:
             stages = one.pipeline * stages_per_rank(one.schedule, one.virtual)
             with suppress(ConfigError):
                 layers = stage_layers(self.choices.config(grid, one), stages)
-                own = range(0, stages, one.pipeline) if one.schedule not in V_SHAPED else (0, stages - 1)
-                numbers.append(sum(len(layers[stage]) for stage in own))
+                rank_stages = (
+                    range(0, stages, one.pipeline) if one.schedule not in V_SHAPED else (0, stages - 1)
+                )
+                numbers.append(sum(len(layers[stage]) for stage in rank_stages))
         return min(1.0, numbers[0] / numbers[1]) if len(numbers) == 2 and numbers[1] else 0.0
 
     def _predicted(self, grid: LayerLayout, plain: PipelineLayout) -> Iterator[Needs]:
@@ -411,8 +415,8 @@ class Bounds:
             parts = choices.parts(resolved, number)
             blocks = [block for stage in parts.stages.values() for block in stage.blocks]
             kept = {kind: times.kept_by(blocks) for kind, times in kernels.times.items()}
-            held = min(few, plain.pipeline - number) * kept[choices.recomputes[0]]
-            nbytes = predict(variant, rank, parts=parts).total - held
+            activations = min(few, plain.pipeline - number) * kept[choices.recomputes[0]]
+            nbytes = predict(variant, rank, parts=parts).total - activations
             yield Needs(number, _SLACK * nbytes, {kind: _SLACK * size for kind, size in kept.items()})
 
     def _seconds(

@@ -344,16 +344,18 @@ def _ramp(config: Config, per_pass: int) -> Iterator[ConfigError]:
     if batch.ramp is None:
         return
     start, increment, _ = batch.ramp
-    found = f"found {list(batch.ramp)}"
+    actual = f"found {list(batch.ramp)}"
     if start >= batch.global_:
-        yield ConfigError("batch.ramp", f"{found}, whose start is not below batch.global {batch.global_}")
+        yield ConfigError("batch.ramp", f"{actual}, whose start is not below batch.global {batch.global_}")
     elif (batch.global_ - start) % increment:
         problem = f"whose increment {increment} does not divide {batch.global_ - start}, from its start to"
-        yield ConfigError("batch.ramp", f"{found}, {problem} batch.global {batch.global_}")
+        yield ConfigError("batch.ramp", f"{actual}, {problem} batch.global {batch.global_}")
     if any(size % per_pass for size in (start, increment)):
         problem = "expected a start and an increment that are multiples of batch.micro"
         data = per_pass // batch.micro
-        yield ConfigError("batch.ramp", f"{found}, {problem} {batch.micro} x data degree {data} = {per_pass}")
+        yield ConfigError(
+            "batch.ramp", f"{actual}, {problem} {batch.micro} x data degree {data} = {per_pass}"
+        )
 
 
 def _rates(config: Config) -> Iterator[ConfigError]:
@@ -367,8 +369,8 @@ def _rates(config: Config) -> Iterator[ConfigError]:
         if peak is not None and peak < low != default:
             yield ConfigError(f"lr_schedule.{name}", f"found {low}, more than optimizer.{peak_name} {peak}")
     if rule.decoupled_lr is None and schedule.decoupled_min_lr is not None:
-        found = f"found {schedule.decoupled_min_lr} without optimizer.decoupled_lr"
-        yield ConfigError("lr_schedule.decoupled_min_lr", f"{found}; set that, or remove it")
+        actual = f"found {schedule.decoupled_min_lr} without optimizer.decoupled_lr"
+        yield ConfigError("lr_schedule.decoupled_min_lr", f"{actual}; set that, or remove it")
     trained = Trained.of(config.model)
     if rule.decoupled_lr is not None and trained.frozen("embedding.weight") and trained.frozen("head.weight"):
         problem = f"found {rule.decoupled_lr}, but neither embedding nor output head is trained; remove it"
@@ -561,5 +563,7 @@ def check_stages(parallel: ParallelSettings) -> None:
         ConfigError: such a schedule.
     """
     if parallel.schedule != "1f1b" or parallel.virtual_stages > 1:
-        found = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
-        raise ConfigError("parallel.schedule", f"{found}, but generation has one stage per rank; remove both")
+        actual = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
+        raise ConfigError(
+            "parallel.schedule", f"{actual}, but generation has one stage per rank; remove both"
+        )

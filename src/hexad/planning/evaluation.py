@@ -156,7 +156,7 @@ class Memories:
             else:
                 below = middle
         fitting = (self._some(variant, more) for more in range(layers, self._most + 1))
-        return next((some for some in fitting if self._plan(some) is not None), None)
+        return next((candidate for candidate in fitting if self._plan(candidate) is not None), None)
 
     def least(self, resolved: Resolved) -> int:
         """Bytes of state and of activations on the rank that has most of them, without what is needed for a
@@ -188,7 +188,7 @@ class Memories:
 
     def _activations(self, rank: int, recompute: Recompute) -> int:
         """Bytes that are kept from forward to backward, and from ``B`` to ``W``, at the most."""
-        job, held, most = self._job, 0, 0
+        job, nbytes, most = self._job, 0, 0
         sizes = {}
         for stage in job.schedule.stages_of(rank):
             spec = job.stages[stage]
@@ -200,10 +200,10 @@ class Memories:
         for action in job.schedule.ranks[rank]:
             kept, operands = sizes[action.stage]
             if action.kind == "F":
-                held += kept
-                most = max(most, held)
+                nbytes += kept
+                most = max(most, nbytes)
             elif action.kind == "W":
-                held -= operands
+                nbytes -= operands
             else:
-                held += operands - kept if action.kind == "B" else -kept
+                nbytes += operands - kept if action.kind == "B" else -kept
         return most

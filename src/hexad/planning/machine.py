@@ -60,8 +60,8 @@ def check_packages(config: Config) -> None:
     Raises:
         ConfigError: naming the setting and how to install it.
     """
-    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
-    for package, needed in wanted.items():
+    packages = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    for package, needed in packages.items():
         spec = find_spec(package) if needed else None
         # A directory of that name in the working directory is a spec too, without a file.
         if needed and (spec is None or spec.origin is None):
@@ -92,14 +92,16 @@ def check_data(config: Config) -> int:
     tokenizer = _tokenizer(config)
     if settings.train is None:
         raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
-    wanted = {"data.train": settings.train}
+    data_sets = {"data.train": settings.train}
     if config.validate_.every:
         sets, several = settings.validation_sets, isinstance(settings.validation, dict)
-        wanted |= {f"data.validation.{name}" if several else "data.validation": sets[name] for name in sets}
+        data_sets |= {
+            f"data.validation.{name}" if several else "data.validation": sets[name] for name in sets
+        }
     # A model.vocab below the tokenizer's is refused by resolve, which says so.
     vocab = tokenizer.vocab_size if model.vocab == "auto" else max(model.vocab, tokenizer.vocab_size)
     bos = bos_ids(tokenizer, settings.bos)
-    for field, data in wanted.items():
+    for field, data in data_sets.items():
         with blaming(field):
             part = settings.part(field == "data.train")
             opened = [open_built(prefix, vocab, tokenizer.eod, bos, part) for prefix in prefixes(data)]

@@ -105,9 +105,9 @@ def _predict(
     config, layout = resolved.config, resolved.layout
     pipeline = layout.coordinates(rank)["pipeline"]
     run = execution(config, layout, load)
-    stages, held = parts or RankParts.of(resolved, pipeline)
-    buckets = rank_buckets(config, layout, held)
-    numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
+    stages, parameters = parts or RankParts.of(resolved, pipeline)
+    buckets = rank_buckets(config, layout, parameters)
+    numbers = {entry.parameter.name: number for number, entry in enumerate(parameters)}
     recompute = Recompute.from_settings(config.memory)
     split = short.schedule.split_backward
     memory = {number: StageMemory(stage, run, recompute, numbers, split) for number, stage in stages.items()}
@@ -219,7 +219,7 @@ def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[Held]:
     ]
 
 
-def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[BucketPlan]:
+def rank_buckets(config: Config, layout: Layout, parameters: list[Held]) -> list[BucketPlan]:
     """The buckets of a pipeline rank."""
     parallel = config.parallel
     shards: dict[Grid, int] = {
@@ -227,7 +227,7 @@ def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[Bucke
         for grid, ranks in layout.state_ranks.items()
     }
     gradient = execution(config, layout).gradient
-    return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, shards)
+    return plan_buckets(parameters, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, shards)
 
 
 def largest(ranks: Sequence[MemoryPlan]) -> MemoryPlan:
@@ -243,8 +243,11 @@ def per_pipeline_rank(
     short = shortened(resolved.plan.schedule)
     orders = transfers(short.schedule, resolved.plan.costs)
     ranks = next(resolved.layout.iter_groups("pipeline"))
-    held = [None] * len(ranks) if parts is None else parts
-    return [_predict(resolved, rank, short, orders, load, own) for rank, own in zip(ranks, held)]
+    all_parts = [None] * len(ranks) if parts is None else parts
+    return [
+        _predict(resolved, rank, short, orders, load, rank_parts)
+        for rank, rank_parts in zip(ranks, all_parts)
+    ]
 
 
 def expert_loads(resolved: Resolved) -> dict[str, int]:

@@ -98,21 +98,21 @@ class RankMemory:
     def most(self, rank: int, moments: bool = True) -> float:
         """The most that is kept of microbatches in flight, with ``moments`` beside what the loss or a layer's
         backward pass needs besides."""
-        job, held, most = self.case.job, 0.0, 0.0
+        job, nbytes, most = self.case.job, 0.0, 0.0
         kept: Counter[int] = Counter()
         for action in job.schedule.ranks[rank]:
             stage = job.stages[action.stage]
             bytes_kept = self.kept(stage)
             if action.kind == "F":
-                held += bytes_kept
+                nbytes += bytes_kept
                 kept[action.stage] += 1
-                most = max(most, held + (self.loss(stage) if moments else 0.0))
+                most = max(most, nbytes + (self.loss(stage) if moments else 0.0))
             else:
-                most = max(most, held + (self.backward(stage) if moments else 0.0))
+                most = max(most, nbytes + (self.backward(stage) if moments else 0.0))
                 if action.kind in ("B", "BW"):
-                    held -= bytes_kept * (1.0 if action.kind == "BW" else 1 - _OPERANDS)
+                    nbytes -= bytes_kept * (1.0 if action.kind == "BW" else 1 - _OPERANDS)
                 else:
-                    held -= bytes_kept * _OPERANDS
+                    nbytes -= bytes_kept * _OPERANDS
         return most
 
     @property
@@ -144,8 +144,8 @@ class RankMemory:
         for stage in job.schedule.stages_of(rank):
             for grid, elements in job.elements[stage].items():
                 shards = max(1.0, job.layout.state_ranks[grid] / max(1, job.replicas) * notes.scope)
-                each = float(system.parameter), gradient, system.state
-                total += state_bytes(elements, *each, job.zero, shards)
+                widths = float(system.parameter), gradient, system.state
+                total += state_bytes(elements, *widths, job.zero, shards)
         return total + self._unsharded(rank)
 
     def _unsharded(self, rank: int) -> float:
@@ -221,8 +221,8 @@ class RankMemory:
             out = queries
         kept = 2.0 * tokens * (features + out)
         if case.system.unfused and not case.job.attention_again:
-            each = 5.0 if case.attention_dropout else 2.0
-            return kept + each * heads * tokens * run.length / max(1, run.context)
+            score_bytes = 5.0 if case.attention_dropout else 2.0
+            return kept + score_bytes * heads * tokens * run.length / max(1, run.context)
         return kept + 4.0 * heads * tokens
 
     def _feed_forward(self, parts: frozenset[str]) -> float:
@@ -240,9 +240,9 @@ class RankMemory:
         result = 0 if "moe_act" in parts else 1
         width = int(moe.ffn_hidden)
         routed = run.rows * moe.top_k * run.expert_tensor * (1.0 if self.case.balanced else _IMBALANCE)
-        each = 2 * model.hidden + (gates + result) * width / run.expert_tensor
+        row_elements = 2 * model.hidden + (gates + result) * width / run.expert_tensor
         shared = run.tokens * moe.shared_experts * width / run.tensor * (gates + result)
-        return 2.0 * (routed * each + shared)
+        return 2.0 * (routed * row_elements + shared)
 
     # Moments
 
@@ -253,9 +253,9 @@ class RankMemory:
         run, model = self.run, self.case.job.model.settings
         vocabulary = -(-int(model.vocab) // (128 * run.tensor)) * 128
         system = self.case.system
-        each = system.fused_logits if self.case.notes.fused_loss else system.logits
+        logit_bytes = system.fused_logits if self.case.notes.fused_loss else system.logits
         deferred = 2.0 * run.byte * run.tokens * vocabulary if self.case.notes.deferred_embedding else 0.0
-        return each * run.tokens * vocabulary + deferred
+        return logit_bytes * run.tokens * vocabulary + deferred
 
     def backward(self, stage: StageSpec) -> float:
         """Bytes of the backward pass besides what is kept: gradients, and what a layer recomputes."""

@@ -411,8 +411,8 @@ def _recompute(row: Mapping[str, Any], model: ModelSettings) -> tuple[Recompute,
     if text.startswith(("none", "see perf_recipes")):
         return Recompute(), False, 0.0
     if text.startswith("full"):
-        some = re.search(r"(\d+) of (\d+) layers", text)
-        return Recompute("full", int(some[1]) if some else None), False, 0.0
+        match = re.search(r"(\d+) of (\d+) layers", text)
+        return Recompute("full", int(match[1]) if match else None), False, 0.0
     if "qkv" in text:  # MaxText's policies keep projections
         kept = r"save_qkv_proj|all but qkv"
         if re.search(kept, text):

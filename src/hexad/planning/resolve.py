@@ -99,12 +99,12 @@ def resolved_data(config: Config) -> DataSettings:
 def _masked(settings: DataSettings) -> bool:
     """Whether any data has a loss mask."""
     sources = (settings.train, *settings.validation_sets.values())
-    held = [prefix for source in sources for prefix in prefixes(source)]
-    if not held:  # where none is read, commands start without numpy
+    all_prefixes = [prefix for source in sources for prefix in prefixes(source)]
+    if not all_prefixes:  # where none is read, commands start without numpy
         return False
     from hexad.dataset.masks import mask_path
 
-    return any(mask_path(prefix).is_file() for prefix in held)
+    return any(mask_path(prefix).is_file() for prefix in all_prefixes)
 
 
 def planned_bf16(config: Config) -> bool:

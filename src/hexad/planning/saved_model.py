@@ -143,8 +143,8 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
     model = saved_model(source, overrides, groups)
     if model.config.precision.dtype == "fp8":
         raise ConfigError("precision.dtype", "found fp8, which generation does not support; use bf16")
-    given = any(override.startswith("parallel.tensor=") for override in overrides)
-    config = _with_ranks(model.config, given, ranks)
+    tensor_override = any(override.startswith("parallel.tensor=") for override in overrides)
+    config = _with_ranks(model.config, tensor_override, ranks)
     resolve(config, planned_layout(config, ranks))  # refuses what does not fit
     return replace(model, config=config)
 
@@ -166,9 +166,9 @@ def model_in_training(
     if config.precision.dtype == "fp8":
         tree["precision"]["dtype"] = "bf16"  # what the weights are in
     apply_overrides(tree, overrides)
-    made = _with_ranks(build_config(tree), True, ranks, "Generator")
-    resolve(made, planned_layout(made, ranks))
-    return SavedModel(config.model.load or "", made, int(config.model.max_positions))
+    generating = _with_ranks(build_config(tree), True, ranks, "Generator")
+    resolve(generating, planned_layout(generating, ranks))
+    return SavedModel(config.model.load or "", generating, int(config.model.max_positions))
 
 
 def _with_ranks(config: Config, tensor_given: bool, ranks: int, field: str = "nproc") -> Config:

@@ -84,8 +84,8 @@ def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> 
         )
     other = _by_name(config, planned.pipeline, microbatches, planned.placement)
     costs = plan.costs or Costs.uniform(planned.stages)
-    held, most = peak_memory(other, costs), peak_memory(planned, costs)
-    if fewer and any(more > limit for more, limit in zip(held, most)):
+    peaks, most = peak_memory(other, costs), peak_memory(planned, costs)
+    if fewer and any(more > limit for more, limit in zip(peaks, most)):
         return planned.first(microbatches)
     return replace(other, trained_from=planned.trained_from)
 

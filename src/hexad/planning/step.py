@@ -259,15 +259,15 @@ class StageMemory:
             reached: str | None = unit
             for moment in moments:
                 weights = moment.weights if moment.aside or not split else ()
-                own = [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
+                parameters = [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
                 needed, done = base + moment.needed + aside, list[int]()
                 computed = 0  # operands of the product before, held until its gradient is handed over
                 if moment.aside or (moment.weights and not run.sequence):
                     done, later, computed, aside = later, [], aside, 0
                 if moment.aside:
-                    later, own, aside = own, [], moment.aside
+                    later, parameters, aside = parameters, [], moment.aside
                     kind = part[0].kind_of(moment.weights[0])
-                yield needed, base + moment.complete + max(computed, aside), done + own, reached
+                yield needed, base + moment.complete + max(computed, aside), done + parameters, reached
                 reached = None
             base += left
             last = number == stage.layers[-1]
@@ -365,8 +365,8 @@ class RankStep:
         message = self._schedule.sent(action)
         if message is not None:
             self._exchange.send(message, None)
-        elif (made := action.gives) is not None and made.target in self._own:
-            self._handed.add(made)
+        elif (sent := action.gives) is not None and sent.target in self._own:
+            self._handed.add(sent)
 
     def _act(self, position: int, action: Action, detailed: bool) -> None:
         stage, kind = self._stages[action.stage], action.kind

@@ -138,8 +138,8 @@ class Division:
             return []
         comparisons = []
         for balance in sorted(get_args(Balance)):
-            slicing, given = replace(self.slicing, balance=balance), self.slice
-            divided = slicing.divided(given.sequences, given.length, given.bounds)
+            slicing, current = replace(self.slicing, balance=balance), self.slice
+            divided = slicing.divided(current.sequences, current.length, current.bounds)
             other = self if slicing == self.slicing else replace(self, slicing=slicing, slice=divided)
             mean = sum(other.received) / len(other.received)
             comparisons.append(Comparison(balance, other.slowest, mean, other.share_received))
@@ -304,15 +304,15 @@ def context_figure(division: Division) -> Figure:
     bounds = np.array(slice_.bounds)
     seen = tokens + 1 - bounds[np.searchsorted(bounds, tokens, side="right") - 1]
     keys = np.minimum(seen, it.slicing.window or slice_.tokens)
-    held = np.full((ranks, _COLUMNS), np.nan)
-    for row, runs in zip(held, slice_.runs):
+    tokens_held = np.full((ranks, _COLUMNS), np.nan)
+    for row, runs in zip(tokens_held, slice_.runs):
         for begin, end in runs:
             inside = slice(*np.searchsorted(tokens, (begin, end)))
             row[inside] = keys[inside]
     axes = figure.subplots()
     axes.set_facecolor(PALE_GREY)
     extent = (0, slice_.tokens, ranks - 0.5, -0.5)
-    image = axes.imshow(held, "YlGnBu", aspect="auto", interpolation="nearest", vmin=0, extent=extent)
+    image = axes.imshow(tokens_held, "YlGnBu", aspect="auto", interpolation="nearest", vmin=0, extent=extent)
     for rank, runs in enumerate(slice_.runs[:ranks]):
         for begin, end in runs[:_MOST_TIPS]:
             text = f"rank {rank}: tokens {begin:,} to {end - 1:,}, {end - begin:,} in all"

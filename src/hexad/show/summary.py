@@ -94,15 +94,15 @@ def _step_seconds(config: Config) -> float | None:
     return median(seconds) if seconds else None
 
 
-def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]) -> list[str]:
-    """The facts of :func:`summary` as lines of text; ``given``: the configuration before it was resolved."""
+def summary_lines(configured: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]) -> list[str]:
+    """The facts of :func:`summary` as text; ``configured``: the configuration before it is resolved."""
     config, facts = resolved.config, summary(resolved, ranks)
     model, memory = config.model, facts["memory_bytes"]
     shape = f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"
     where = facts["device"].upper()
     memory_of = "the host's" if where == "CPU" else "a GPU's"  # which need not be here
     auto = ""
-    if given.precision.dtype == "auto":
+    if configured.precision.dtype == "auto":
         auto = " (auto: of this CPU)" if where == "CPU" else " (auto: of a GPU; run.device=cpu: of this CPU)"
     state = f", zero {facts['zero']}" if facts["zero"] else ""
     sequences = counted(config.batch.micro, "sequence")

@@ -89,8 +89,10 @@ class Layout:
     @classmethod
     def from_settings(cls, settings: ParallelSettings, world: int) -> Layout:
         """The layout that the ``parallel`` settings describe in a world of ``world`` ranks."""
-        own = {field.name: getattr(settings, field.name) for field in fields(cls) if field.name != "world"}
-        return cls(world=world, **own)
+        degrees = {
+            field.name: getattr(settings, field.name) for field in fields(cls) if field.name != "world"
+        }
+        return cls(world=world, **degrees)
 
     # Questions about axes
 
@@ -246,8 +248,8 @@ class Layout:
         return sorted(digits, key=lambda digit: digit.stride)
 
     def _digits_of(self, axes: tuple[str, ...]) -> list[Digit]:
-        wanted = {digit for axis in axes for digit in self._digits[_known(axis)]}
-        return [digit for digit in self._grid_of(axes) if digit in wanted]
+        digits = {digit for axis in axes for digit in self._digits[_known(axis)]}
+        return [digit for digit in self._grid_of(axes) if digit in digits]
 
     def _longer(self, axes: Sequence[str]) -> list[Digit]:
         """The digits of axes of any grid that are longer than 1, fastest first."""

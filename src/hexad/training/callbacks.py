@@ -76,8 +76,8 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     known = [name for name in vars(Callback) if name.startswith("on_")]
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
         raise HexadError(f"callbacks: found a {type(callbacks).__name__}, expected a list of hexad.Callback")
-    given = tuple(callbacks)
-    for callback in given:
+    checked = tuple(callbacks)
+    for callback in checked:
         if not isinstance(callback, Callback):
             kind = callback.__name__ if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise HexadError(f"callbacks: found {kind}, expected instances of hexad.Callback")
@@ -87,4 +87,4 @@ def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
                 raise HexadError(
                     f"callbacks: {type(callback).__name__} has {name}, which is never called{hint}"
                 )
-    return given
+    return checked

@@ -246,8 +246,8 @@ class Trainer:
         """Log the most memory that any rank's GPU has used; all ranks together."""
         if self.mesh.device.type != "cuda":
             return
-        own = _memory(self.mesh.device)
-        most = merged(own, self.mesh.world, lambda a, b: {name: max(a[name], b[name]) for name in a})
+        memory = _memory(self.mesh.device)
+        most = merged(memory, self.mesh.world, lambda a, b: {name: max(a[name], b[name]) for name in a})
         allocated, reserved = most["peak_memory_bytes"] / 2**30, most["reserved_memory_bytes"] / 2**30
         log.info("memory of a rank at most: %.1f GiB allocated, %.1f GiB reserved", allocated, reserved)
         if most["allocator_retries"]:

@@ -147,11 +147,13 @@ def export_model(
     if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
     word = config.precision.dtype if dtype == "auto" else dtype
-    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[word]
-    targets = _targets(weights, config, kind, wanted)
+    export_dtype = None if dtype == "auto" and weights.weights_only else DTYPES[word]
+    targets = _targets(weights, config, kind, export_dtype)
     stored = {weights.dtype(name) for target in targets for name, _ in target.parts}
     word = dtype_name(max(targets, key=lambda target: target.nbytes).dtype)
-    narrowed = {kind for kind in stored if wanted and torch.promote_types(kind, wanted) != wanted}
+    narrowed = {
+        kind for kind in stored if export_dtype and torch.promote_types(kind, export_dtype) != export_dtype
+    }
     if narrowed:
         notes.append(f"weights are rounded from {', '.join(sorted(map(dtype_name, narrowed)))} to {word}")
     with appearing(to, "to") as partial:
@@ -250,7 +252,7 @@ def _write_beside(
     directory: Path, config: Config, dtype: str, ends: Sequence[int], folder: Path | None
 ) -> list[str]:
     """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
-    given = Path(config.data.tokenizer)
+    tokenizer = Path(config.data.tokenizer)
     files = copied_files(config.data.tokenizer)
     files.pop(CONFIG_FILE, None)  # the model's own is written
     write_files(files, directory)
@@ -266,7 +268,7 @@ def _write_beside(
     if written.exists() and not set(ends) <= set(generation_ends(directory)):
         settings = json.loads(written.read_text(encoding="utf-8"))
         write_json(written, {**settings, "eos_token_id": _one_or_all(ends)})
-    return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {given}"]
+    return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {tokenizer}"]
 
 
 def _one_or_all(ends: Sequence[int]) -> int | list[int] | None:

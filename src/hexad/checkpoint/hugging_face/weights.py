@@ -158,7 +158,7 @@ class HuggingFaceModel:
             try:
                 self.files.append(file)
                 opened = self._open.enter_context(safe_open(path, framework="pt"))
-                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                file_slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
                 layout = (opened.metadata() or {}).get("format")
             except FileNotFoundError:
                 raise HexadError(f"{path}: missing, but {INDEX_FILE} names it") from None
@@ -167,10 +167,10 @@ class HuggingFaceModel:
             if layout not in _LAYOUTS:
                 problem = f"found format {layout!r}, whose matrices are transposed; expected 'pt'"
                 raise HexadError(f"{path}: {problem}")
-            for name in found:
+            for name in file_slices:
                 if name in slices:
                     raise HexadError(f"{path}: {name} is in another file of the model too")
-            slices.update(found)
+            slices.update(file_slices)
         for name, file in named.items():
             if name not in slices:
                 raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")

@@ -152,8 +152,8 @@ def build(
     _check_prefix(prefix)
     encoder = load_tokenizer(local_tokenizer(tokenizer))
     reading = reading_of(encoder, json_key, chat_template)
-    found = find_files(inputs, include, exclude)
-    files = _not_written(found.files, prefix)
+    input_files = find_files(inputs, include, exclude)
+    files = _not_written(input_files.files, prefix)
     pieces = cut(files)
     check_used({"json_key": json_key, "chat_template": chat_template}, pieces)
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
@@ -167,9 +167,9 @@ def build(
         trained=writer.mask.trained if writer.mask.used else None,
         skipped=skipped.total(),
         skipped_kinds=dict(skipped),
-        left_out=found.left_out,
-        hidden=found.hidden,
-        unread=found.unread,
+        left_out=input_files.left_out,
+        hidden=input_files.hidden,
+        unread=input_files.unread,
         bytes_read=sum(piece.size for piece in pieces),
         dtype=writer.dtype.name,
         tokenizer=encoder.name,

@@ -57,17 +57,17 @@ def find_files(
         HexadError: an input does not exist, cannot be listed, or is a device or pipe, or nothing is found.
     """
     found = InputFiles([], 0, 0, {})
-    for given in map(Path, inputs):
-        if os.path.isdir(given):
-            entries = [(entry, entry.path.relative_to(given)) for entry in _walk(given)]
+    for path in map(Path, inputs):
+        if os.path.isdir(path):
+            entries = [(entry, entry.path.relative_to(path)) for entry in _walk(path)]
             if not entries:
-                found.unread[str(given)] = "an empty directory"
-        elif os.path.isfile(given):
-            entries = [(_Entry(given), given)]
-        elif os.path.exists(given):
-            raise HexadError(f"{given}: found a device, pipe or socket, expected a file or directory")
+                found.unread[str(path)] = "an empty directory"
+        elif os.path.isfile(path):
+            entries = [(_Entry(path), path)]
+        elif os.path.exists(path):
+            raise HexadError(f"{path}: found a device, pipe or socket, expected a file or directory")
         else:
-            raise HexadError(f"{given}: no such file or directory")
+            raise HexadError(f"{path}: no such file or directory")
         for entry, inside in entries:
             excluded = _matches(inside, exclude)
             if entry.hidden:
@@ -81,7 +81,7 @@ def find_files(
             elif entry.problem is not None:
                 found.unread[str(entry.path)] = entry.problem
             else:
-                found.files.append(InputFile(entry.path, not os.path.isdir(given)))
+                found.files.append(InputFile(entry.path, not os.path.isdir(path)))
     if not found.files:
         what = f"--include and --exclude leave out all there is, {counted(found.left_out, 'file')}"
         raise HexadError(f"{', '.join(map(str, inputs))}: {what if found.left_out else 'no files found'}")

@@ -153,10 +153,10 @@ class DataLoader:
         """
         sources, numbers = self._blend.locate(samples_consumed + np.arange(max(self.global_batch, _AHEAD)))
         for number, source in enumerate(self._sources):
-            own = numbers[sources == number]
-            if len(own):
+            source_numbers = numbers[sources == number]
+            if len(source_numbers):
                 with blaming(self._setting):
-                    self._reader.submit(source.prepare, int(own[0])).result()
+                    self._reader.submit(source.prepare, int(source_numbers[0])).result()
 
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.

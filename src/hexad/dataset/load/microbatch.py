@@ -186,9 +186,9 @@ def _joined(
             values = None
         columns = None if values is None or values.dim() != 3 else values.shape[1:]
         if values is None or columns is None or len(values) != len(ids) - 1:
-            found = type(array).__name__ if values is None else f"shape {tuple(values.shape)}"
+            actual = type(array).__name__ if values is None else f"shape {tuple(values.shape)}"
             expected = f"an array [{len(ids) - 1}, layers with experts, top_k], of all tokens but the last"
-            raise HexadError(f"{name} of sequence {number}: found {found}, expected {expected}")
+            raise HexadError(f"{name} of sequence {number}: found {actual}, expected {expected}")
         if values.is_floating_point() != isinstance(fill, float):
             expected = "fractions" if isinstance(fill, float) else "whole numbers"
             raise HexadError(f"{name} of sequence {number}: found {values.dtype}, expected {expected}")
@@ -203,16 +203,18 @@ def _joined(
 
 
 def _check_sequences(
-    sequences: Sequence[Sequence[int]], given: Sequence[int], extras: Mapping[str, Sequence[Sequence[float]]]
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    extras: Mapping[str, Sequence[Sequence[float]]],
 ) -> None:
     """Check that sequences, and the tensors that describe them, have matching lengths."""
-    for name, values in {"given": given, **extras}.items():
+    for name, values in {"given": prompt_lengths, **extras}.items():
         if len(values) != len(sequences):
             raise HexadError(f"{name}: found {len(values)} values for {len(sequences)} sequences")
-    for number, (ids, count) in enumerate(zip(sequences, given), 1):
+    for number, (ids, count) in enumerate(zip(sequences, prompt_lengths), 1):
         if not 1 <= count <= len(ids):
             raise HexadError(f"sequence {number}: found {count} of {len(ids)} ids given, expected 1 or more")
         for name, rows in extras.items():
-            if (found := len(rows[number - 1])) != (wanted := len(ids) - count):
-                values = f"found {found} values for {wanted} predicted tokens"
+            if (values_count := len(rows[number - 1])) != (predicted := len(ids) - count):
+                values = f"found {values_count} values for {predicted} predicted tokens"
                 raise HexadError(f"{name} of sequence {number}: {values}")

@@ -65,7 +65,7 @@ class Samples(NamedTuple):
     ) -> Samples:
         """Samples from several places, ``[n]``: those of each are read together, given their row numbers."""
         rows = {int(place): np.flatnonzero(places == place) for place in np.unique(places)}
-        parts = [read(place, own) for place, own in rows.items()]
+        parts = [read(place, row_numbers) for place, row_numbers in rows.items()]
         if len(parts) == 1:
             return parts[0]
         order = np.argsort(np.concatenate(list(rows.values())))

@@ -301,10 +301,10 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> tuple[str, dict[
     more = sorted((directory / _FOLDER).glob("*.jinja"))
     if beside.is_file():
         return str(beside), {_DEFAULT: _read(beside), **{path.stem: _read(path) for path in more}}
-    given = settings.get("chat_template")
-    if isinstance(given, str):
-        given = [{"name": _DEFAULT, "template": given}]
-    entries = [entry for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []
+    templates = settings.get("chat_template")
+    if isinstance(templates, str):
+        templates = [{"name": _DEFAULT, "template": templates}]
+    entries = [entry for entry in templates if isinstance(entry, dict)] if isinstance(templates, list) else []
     named = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
     return str(directory / "tokenizer_config.json"), named
 

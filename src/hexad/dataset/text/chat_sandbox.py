@@ -278,13 +278,13 @@ def _bounded(plain: ImmutableSandboxedEnvironment, name: str) -> Callable[..., A
         budget.spend()
         if isinstance(value, Iterator):
             value = list(_Passes(value, budget)) if name in ("join", "sum") else iter(_Passes(value, budget))
-        given = (*args, *kwargs.values())
+        operands = (*args, *kwargs.values())
         if name == "join":
-            budget.make(_joined(budget, value, max(map(budget.weight, given), default=0)))
+            budget.make(_joined(budget, value, max(map(budget.weight, operands), default=0)))
         elif name in _OF_ITEMS:
-            _charge_items(budget, name, value, given)
+            _charge_items(budget, name, value, operands)
         elif name not in _OF_ANY_SIZE:
-            size = _expanded(budget, name, value, given, True)
+            size = _expanded(budget, name, value, operands, True)
             budget.make(4 * budget.weight(value) if size is None else size)
             if name in ("striptags", "urlize", "wordwrap", "xmlattr"):  # their time grows with the square
                 budget.spend(budget.weight(value) ** 2 >> 16)
@@ -293,11 +293,11 @@ def _bounded(plain: ImmutableSandboxedEnvironment, name: str) -> Callable[..., A
     return bounded
 
 
-def _charge_items(budget: Budget, name: str, value: Any, given: tuple[Any, ...]) -> None:
+def _charge_items(budget: Budget, name: str, value: Any, operands: tuple[Any, ...]) -> None:
     """Charge a filter that runs over items."""
     count = len(value) if isinstance(value, Sized) else 0
     budget.spend(count)
-    numbers = [number for number in given if isinstance(number, int)]
+    numbers = [number for number in operands if isinstance(number, int)]
     if name in ("batch", "slice"):
         budget.spend(max(numbers, default=0))
     plain = not isinstance(value, list | tuple) or all(isinstance(item, int | float) for item in value)
@@ -308,14 +308,14 @@ def _charge_items(budget: Budget, name: str, value: Any, given: tuple[Any, ...])
 
 
 def _expanded(
-    budget: Budget, name: str, value: Any, given: tuple[Any, ...], filtered: bool = False
+    budget: Budget, name: str, value: Any, operands: tuple[Any, ...], filtered: bool = False
 ) -> int | None:
     """The most characters that a filter, or a method of a text, returns; None: no more than four for each
     that it has."""
     size = budget.weight(value)
     text = value if isinstance(value, str) else ""
-    texts = [item for item in given if isinstance(item, str | bytes)]
-    number = max((int(item) for item in given if isinstance(item, int)), default=0)
+    texts = [item for item in operands if isinstance(item, str | bytes)]
+    number = max((int(item) for item in operands if isinstance(item, int)), default=0)
     longest = max(map(len, texts), default=0)
     if name in ("center", "ljust", "rjust", "zfill", "to_bytes", "truncate"):
         return size + max(number, 80)
@@ -323,7 +323,7 @@ def _expanded(
         count = text.count(texts[0]) if text and texts and isinstance(texts[0], str) else size + 1
         return size + count * longest
     if name == "join":
-        return _joined(budget, given[0] if given else (), size)
+        return _joined(budget, operands[0] if operands else (), size)
     if name == "expandtabs":
         return size + text.count("\t") * (number or 8)
     if name == "indent":
@@ -332,14 +332,14 @@ def _expanded(
         return size * (2 + longest)
     if name in ("format", "format_map"):  # the filter is that of '%'
         mark = "%" if filtered else "{"
-        return _formatted(budget, text or str(value), mark, given)
+        return _formatted(budget, text or str(value), mark, operands)
     if name == "translate":
-        return size * (1 + max(map(budget.weight, given), default=0))
+        return size * (1 + max(map(budget.weight, operands), default=0))
     if name in ("split", "rsplit", "splitlines"):
         separators = text.count(str(texts[0])) if name != "splitlines" and texts and texts[0] else size // 16
         return size + 64 * separators
     if name == "tojson":
-        return _ESCAPED * size * (1 + (max(number, longest) * _depth(value, {}) if given else 0))
+        return _ESCAPED * size * (1 + (max(number, longest) * _depth(value, {}) if operands else 0))
     if name in ("e", "escape", "forceescape", "urlencode", "xmlattr"):
         return _ESCAPED * size
     return None
@@ -365,7 +365,7 @@ _NESTED = re.compile(r"\{[^{}]*\{")
 _STARRED = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.]*\*")
 
 
-def _formatted(budget: Budget, form: str | bytes, mark: str, given: Any) -> int:
+def _formatted(budget: Budget, form: str | bytes, mark: str, operands: Any) -> int:
     """The most characters of a formatted text with fields that begin with ``%`` or ``{``.
 
     Raises:
@@ -375,4 +375,4 @@ def _formatted(budget: Budget, form: str | bytes, mark: str, given: Any) -> int:
     if _STARRED.search(text) if mark == "%" else _NESTED.search(text.replace("{{", "")):
         raise TemplateLimit("a format with a width that is an argument")
     widest = max((int(digits) if len(digits) < 10 else 10**9 for digits in _NUMBER.findall(text)), default=0)
-    return len(text) + text.count(mark) * (widest + 4 * budget.weight(given))
+    return len(text) + text.count(mark) * (widest + 4 * budget.weight(operands))

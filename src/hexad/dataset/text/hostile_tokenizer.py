@@ -91,9 +91,9 @@ def check_content(path: Path, content: bytes) -> None:
     Raises:
         HexadError: naming the file.
     """
-    for found in _CHARSMAP.finditer(content):
-        size = int.from_bytes(base64.b64decode(found[1] + b"=="), "little")
-        if size > 3 * (len(found[2]) + 6) // 4:
+    for match in _CHARSMAP.finditer(content):
+        size = int.from_bytes(base64.b64decode(match[1] + b"=="), "little")
+        if size > 3 * (len(match[2]) + 6) // 4:
             raise HexadError(
                 f"{path}: not a Hugging Face tokenizer.json: its precompiled_charsmap is shorter than the "
                 f"{size:,} bytes that it claims"

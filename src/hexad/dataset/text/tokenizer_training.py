@@ -52,10 +52,10 @@ def training_texts(
     Raises:
         HexadError: an input cannot be read or decoded, naming file and line; or there is no text.
     """
-    found = find_files(inputs, include, exclude)
-    if found.unread:
-        log.warning("not read: %s", listed(found.unread))
-    pieces = cut(found.files)
+    input_files = find_files(inputs, include, exclude)
+    if input_files.unread:
+        log.warning("not read: %s", listed(input_files.unread))
+    pieces = cut(input_files.files)
     check_used({"json_key": json_key}, pieces)
     total, done, empty = sum(piece.size for piece in pieces), 0, True
     reading = Reading(json_key, _Listing("", ""))

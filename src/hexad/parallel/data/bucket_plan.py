@@ -102,7 +102,7 @@ def state_shards(data: int, zero: int, replicas: int) -> int:
 
 
 def plan_buckets(
-    held: Sequence[Held], bucket_bytes: float, gradient: int, zero: int, shards: Mapping[Grid, int]
+    parameters: Sequence[Held], bucket_bytes: float, gradient: int, zero: int, shards: Mapping[Grid, int]
 ) -> list[BucketPlan]:
     """Put all parameters of a rank into buckets, in the order in which forward needs them.
 
@@ -112,14 +112,14 @@ def plan_buckets(
     the matrices of every unit have a bucket of their own.
 
     Args:
-        held: in the order of the model.
+        parameters: in the order of the model.
         bucket_bytes: cut where gradients become larger than this.
         gradient: bytes of a gradient's element.
         zero: ``parallel.zero``.
         shards: see :func:`state_shards`, per grid.
     """
     runs: dict[tuple[int, Traits, bool, bool, bool, str], list[int]] = {}
-    for number, entry in enumerate(held):
+    for number, entry in enumerate(parameters):
         matrix, weight = entry.parameter.matrix, entry.parameter.weights[0]
         resident = zero < 3 or not matrix or weight.adapter
         alone = not resident or (matrix and weight.outside_layers)
@@ -129,30 +129,35 @@ def plan_buckets(
     for (_, traits, _, _, resident, _), numbers in runs.items():
         limit = bucket_bytes / gradient if resident else float("inf")
         count = shards[traits.grid]
-        parts = _cut(numbers[::-1], held, limit)
+        parts = _cut(numbers[::-1], parameters, limit)
         keeps = zero < 2 and not traits.frozen
-        plans += [_plan(part, held, traits, count, resident, keeps) for part in parts]
+        plans += [_plan(part, parameters, traits, count, resident, keeps) for part in parts]
     return sorted(plans, key=lambda plan: plan.order)
 
 
 def _plan(
-    members: Sequence[int], held: Sequence[Held], traits: Traits, shards: int, resident: bool, keeps: bool
+    members: Sequence[int],
+    parameters: Sequence[Held],
+    traits: Traits,
+    shards: int,
+    resident: bool,
+    keeps: bool,
 ) -> BucketPlan:
     offsets, end = [], 0
     for number in members:
         offsets.append(end)
-        end += _aligned(held[number].elements)
+        end += _aligned(parameters[number].elements)
     return BucketPlan(
         traits,
         tuple(members),
-        tuple(held[number].elements for number in members),
-        tuple(held[number].uses for number in members),
+        tuple(parameters[number].elements for number in members),
+        tuple(parameters[number].uses for number in members),
         tuple(offsets),
         _aligned(end, ALIGNMENT * shards),
         shards,
         resident,
         keeps,
-        held[members[0]].parameter.weights[0].outside_layers,
+        parameters[members[0]].parameter.weights[0].outside_layers,
     )
 
 
@@ -160,12 +165,12 @@ def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
     return -(-elements // multiple) * multiple
 
 
-def _cut(numbers: Sequence[int], held: Sequence[Held], limit: float) -> Iterator[list[int]]:
+def _cut(numbers: Sequence[int], parameters: Sequence[Held], limit: float) -> Iterator[list[int]]:
     """Runs of at most ``limit`` elements, or one parameter that is larger."""
     run: list[int] = []
     size = 0
     for number in numbers:
-        elements = _aligned(held[number].elements)
+        elements = _aligned(parameters[number].elements)
         if run and size + elements > limit:
             yield run
             run, size = [], 0

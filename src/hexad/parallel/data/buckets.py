@@ -143,7 +143,7 @@ class Bucket:
             HexadError: there is not enough memory for the parameters.
         """
         device = self.members[0].parameter.device
-        given = {
+        tensors = {
             number: member.parameter.data for number, member in enumerate(self.members) if _has_values(member)
         }
         size = self.plan.size if self.plan.resident else self.plan.shard_size
@@ -159,7 +159,7 @@ class Bucket:
                 "ranks (hexad show memory)"
             ) from error
         low = 0 if self.plan.resident else self.low
-        for member, tensor in given.items():
+        for member, tensor in tensors.items():
             self._copy_given(values, low, self.plan.offsets[member], tensor.reshape(-1))
         if self.plan.resident:
             self.attach(values)
@@ -178,11 +178,11 @@ class Bucket:
             self.gradient = torch.zeros(self.plan.shard_size, dtype=formats.gradients, device=device)
 
     @staticmethod
-    def _copy_given(values: Tensor, low: int, offset: int, given: Tensor) -> None:
+    def _copy_given(values: Tensor, low: int, offset: int, tensor: Tensor) -> None:
         """Copy a parameter's values, from ``offset`` on in the bucket, to a tensor that begins at ``low``."""
-        begin, end = max(offset, low), min(offset + given.numel(), low + values.numel())
+        begin, end = max(offset, low), min(offset + tensor.numel(), low + values.numel())
         if begin < end:
-            values[begin - low : end - low].copy_(given[begin - offset : end - offset])
+            values[begin - low : end - low].copy_(tensor[begin - offset : end - offset])
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -355,9 +355,11 @@ def make_buckets(
 ) -> list[Bucket]:
     """Parameters of this rank's pipeline stages, each with the number of its stage, in buckets as
     :func:`plan_buckets` puts them."""
-    held = [Held.of(stage, member.declaration, member.positions, member.uses) for stage, member in members]
+    parameters = [
+        Held.of(stage, member.declaration, member.positions, member.uses) for stage, member in members
+    ]
     counts = {grid: state.shards.size for grid, state in sharding.items()}
-    plans = plan_buckets(held, bucket_bytes, formats.gradients.itemsize, zero, counts)
+    plans = plan_buckets(parameters, bucket_bytes, formats.gradients.itemsize, zero, counts)
     return [
         Bucket(plan, [members[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank)
         for plan in plans

@@ -168,8 +168,8 @@ class ParameterGatherer:
             if releases:
                 leave = self._leaving(order, unit, needed[unit], layer)
                 self._hooks.append(module.register_forward_hook(leave))
-            given = any(self._buckets[number].members[0].given for number in order.absent[unit])
-            if releases and (self._views or given):
+            has_tensor = any(self._buckets[number].members[0].given for number in order.absent[unit])
+            if releases and (self._views or has_tensor):
                 self._save_places(module, order.absent[unit])
 
     def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
@@ -261,18 +261,18 @@ _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 def stage_units(stage: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parts of a stage whose parameters are needed together, in the order of the forward pass, each with
     its parameters: the elements of its containers (layers), and the modules beside them."""
-    own = [*stage.parameters(recurse=False), *external(stage)]
+    parameters = [*stage.parameters(recurse=False), *external(stage)]
     units: list[tuple[nn.Module, list[nn.Parameter]]] = []
     for child in stage.children():
         if isinstance(child, _CONTAINERS):
             units += _elements(child)
         elif isinstance(child, nn.ParameterList | nn.ParameterDict):
-            own += child.parameters()
+            parameters += child.parameters()
         elif any(isinstance(module, _CONTAINERS) for module in child.modules()):
             units += stage_units(child)
         else:
             units.append((child, _needed(child)))
-    return [(stage, own), *units] if own else units
+    return [(stage, parameters), *units] if parameters else units
 
 
 def _elements(container: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

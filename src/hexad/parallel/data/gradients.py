@@ -65,9 +65,9 @@ class Gradients:
         self.extends, self.factor = extends, factor
         self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
-        given = any(declared.given for bucket in buckets for declared in bucket.members)
+        turns = any(declared.given for bucket in buckets for declared in bucket.members)
         beside = not all(self._in_place(bucket) for bucket in buckets if bucket.plan.keeps_gradients)
-        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=given)
+        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=turns)
         self._reducing: dict[int, deque[tuple[Pending | None, Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, Tensor]] = []
         self._deferred: Deferred | None = None

@@ -107,11 +107,11 @@ def _plan(every: Tensor, size: int, local: int, rank: int, rows: int) -> tuple[T
     these begin; int32, where those of each of its experts end), given int64 ``[ranks * experts]``, the pairs
     of each rank for each expert. The first rows of a rank have a place, in the order of its experts and of
     the ranks."""
-    wanted = every.view(size, size, local).permute(1, 2, 0).reshape(size, local * size)
-    ends = wanted.cumsum(1).clamp(max=rows)
-    found = torch.diff(ends, dim=1, prepend=torch.zeros_like(ends[:, :1]))
-    sent = found.view(size, local, size)[:, :, rank].flatten()
-    received = torch.stack((found[rank], ends[rank] - found[rank]))
+    row_counts = every.view(size, size, local).permute(1, 2, 0).reshape(size, local * size)
+    ends = row_counts.cumsum(1).clamp(max=rows)
+    placed = torch.diff(ends, dim=1, prepend=torch.zeros_like(ends[:, :1]))
+    sent = placed.view(size, local, size)[:, :, rank].flatten()
+    received = torch.stack((placed[rank], ends[rank] - placed[rank]))
     return sent, received, ends[rank].view(local, size)[:, -1].int()
 
 
@@ -135,7 +135,7 @@ def _places(
     pairs = order[(numbers + shift[expert]).clamp(max=max(0, len(order) - 1))]
     mine = experts.clamp(max=last)
     place = ranks.view(experts.shape) - shift[mine]
-    wanted = experts <= last
-    present = wanted & (place < ends[mine])
-    missed = (wanted & ~present).sum()
+    sent_here = experts <= last
+    present = sent_here & (place < ends[mine])
+    missed = (sent_here & ~present).sum()
     return pairs, torch.where(present, place, len(order)), present, missed

@@ -298,9 +298,9 @@ def _steady(actions: Sequence[Action], period: int) -> _Steady | None:
     """The repetition, every ``period`` microbatches, around the middle of a rank's actions."""
     middle = len(actions) // 2
     stages = {action.stage for action in actions}
-    wanted = _later(actions[middle], period)
+    later = _later(actions[middle], period)
     limit = min(len(actions), middle + 3 * period * len(stages) + 1)
-    again = next((other for other in range(middle + 1, limit) if actions[other] == wanted), None)
+    again = next((other for other in range(middle + 1, limit) if actions[other] == later), None)
     if again is None or not _balanced(actions[middle:again], stages, period):
         return None
     length = again - middle

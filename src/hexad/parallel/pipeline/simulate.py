@@ -35,10 +35,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", self.activation or (1.0,) * len(self.forward))
-        given = (self.forward, self.backward, self.weight, self.activation)
-        if len({len(values) for values in given}) > 1:
+        costs = (self.forward, self.backward, self.weight, self.activation)
+        if len({len(values) for values in costs}) > 1:
             raise ScheduleError("costs need as many values of each kind as there are stages")
-        if min((self.transfer, *(value for values in given for value in values))) < 0:
+        if min((self.transfer, *(value for values in costs for value in values))) < 0:
             raise ScheduleError("costs cannot be negative")
 
     @property
@@ -52,8 +52,8 @@ class Costs:
     ) -> Costs:
         """Equal costs of every stage, of which each rank has ``per_rank``: together they take these seconds
         for F, B and W of one microbatch, and hold one unit of memory."""
-        f, b, w, held = ((total / per_rank,) * stages for total in (forward, backward, weight, 1.0))
-        return cls(f, b, w, activation=held)
+        f, b, w, activation = ((total / per_rank,) * stages for total in (forward, backward, weight, 1.0))
+        return cls(f, b, w, activation=activation)
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """The most activation memory that each rank holds at once, in the unit of :attr:`Costs.activation`."""
     peaks = []
     for actions in schedule.ranks:
-        held = peak = 0.0
+        memory = peak = 0.0
         for kind, stage, _ in actions:
             if kind == "F":
-                held += costs.activation[stage]
-                if held > peak:
-                    peak = held
+                memory += costs.activation[stage]
+                if memory > peak:
+                    peak = memory
             elif kind != "B":
-                held -= costs.activation[stage]
+                memory -= costs.activation[stage]
         peaks.append(round(peak, 9))
     return tuple(peaks)
 

@@ -68,14 +68,14 @@ def transfers(schedule: Schedule, costs: Costs | None = None) -> tuple[Order, ..
     return tuple(map(_with_answers, result))
 
 
-def _with_answers(own: list[MessageEnd]) -> Order:
+def _with_answers(ends: list[MessageEnd]) -> Order:
     last: dict[int, int] = {}
-    for transfer in own:
+    for transfer in ends:
         if not transfer.outgoing:
             last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
     return tuple(
         transfer._replace(answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
-        for transfer in own
+        for transfer in ends
     )
 
 

@@ -66,7 +66,7 @@ def _check_rank(schedule: Schedule, rank: int, done: bytearray, forward_only: bo
         forward_only: whether other actions are refused.
     """
     placement, microbatches, stages = schedule.placement, schedule.microbatches, schedule.stages
-    held = peak = 0
+    activations = peak = 0
     for action in schedule.ranks[rank]:
         kind, stage, number = action
         if not (0 <= stage < stages and 0 <= number < microbatches) or kind not in KINDS:
@@ -80,14 +80,14 @@ def _check_rank(schedule: Schedule, rank: int, done: bytearray, forward_only: bo
         state = done[index]
         if kind == "F" and state == 0:
             done[index] = 1
-            held += 1
-            if held > peak:
-                peak = held
+            activations += 1
+            if activations > peak:
+                peak = activations
         elif kind == "B" and state == 1 and not forward_only:
             done[index] = 2
         elif (kind == "W" and state == 2) or (kind == "BW" and state == 1 and not forward_only):
             done[index] = 3
-            held -= 1
+            activations -= 1
         else:
             raise ScheduleError(_misplaced(schedule, rank, action, state, forward_only))
     return peak

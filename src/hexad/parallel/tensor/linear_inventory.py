@@ -174,13 +174,13 @@ class LinearSpec:
     @cached_property
     def layers(self) -> tuple[Parameter, ...]:
         """The fused weight, and the fused bias; then those of copied outputs."""
-        own, copied = self._own_and_copied
+        sharded, copied = self._own_and_copied
         divided = Weight("", (), {"tensor": 1 if self.row else 0}, unit=self.unit)
         # A row-parallel layer's bias is whole on every rank, which in sequence parallel sees its own tokens.
         whole = Weight("", (), partial=frozenset({"tensor"} if self.sequence else ()), unit=self.unit)
         if self.replicated:
-            return self._fused("", own, whole, whole)
-        parameters = self._fused("", own, divided, whole if self.row else divided)
+            return self._fused("", sharded, whole, whole)
+        parameters = self._fused("", sharded, divided, whole if self.row else divided)
         if not copied:
             return parameters
         over, copies = KV_AXES
@@ -216,8 +216,8 @@ class LinearSpec:
     @property
     def _own_and_copied(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
         """The outputs of which every rank has a shard of its own, and the others."""
-        own = {name: size for name, size in self.outputs.items() if name not in self.copied}
-        return own, {name: size for name, size in self.outputs.items() if name in self.copied}
+        sharded = {name: size for name, size in self.outputs.items() if name not in self.copied}
+        return sharded, {name: size for name, size in self.outputs.items() if name in self.copied}
 
     @cached_property
     def matrices(self) -> tuple[Parameter, ...]:
@@ -251,8 +251,8 @@ class LinearSpec:
         run = self._execution(run)
         if self.row:
             return (self.features,)
-        own, copied = (sum(outputs.values()) for outputs in self._own_and_copied)
-        return (own // run.tensor, *([copied * self.copies // run.tensor] if copied else []))
+        sharded, copied = (sum(outputs.values()) for outputs in self._own_and_copied)
+        return (sharded // run.tensor, *([copied * self.copies // run.tensor] if copied else []))
 
     def products(self, run: Execution) -> list[Product]:
         """One of each matrix in each action, for frozen ones none in ``W``."""

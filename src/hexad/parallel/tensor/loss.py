@@ -176,8 +176,8 @@ def head_loss_sum(
         scale: the gradient of the sum (the loss scale over the number of targets), not 0; None where no
             gradients are wanted.
     """
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _HeadLoss.apply(x, weight, scale if wanted else None, labels, vocab, shard)
+    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return _HeadLoss.apply(x, weight, scale if needs_gradient else None, labels, vocab, shard)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -287,10 +287,10 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, vocab: int, axis: Axis, exactly: bool) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
-        wanted = ctx.needs_input_grad[0]
-        losses = token_losses_(rows, target.flatten(), vocab, axis, 1.0 if wanted else None, exactly)
+        needs_gradient = ctx.needs_input_grad[0]
+        losses = token_losses_(rows, target.flatten(), vocab, axis, 1.0 if needs_gradient else None, exactly)
         ctx.dtype = logits.dtype
-        ctx.save_for_backward(rows if wanted else None)  # they are the losses' gradient now
+        ctx.save_for_backward(rows if needs_gradient else None)  # they are the losses' gradient now
         return losses.view(target.shape)
 
     @staticmethod

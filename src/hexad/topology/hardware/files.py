@@ -153,7 +153,7 @@ def _check(hardware: Hardware) -> None:
 
 def _derived(hardware: Hardware, base: Hardware) -> Hardware:
     """A file's tree, completed with the constants of another kind, scaled by the ratio of peaks and links."""
-    own, other = hardware.constants, base.constants
+    constants, other = hardware.constants, base.constants
     ratio = {
         dtype: hardware.peaks_tflops[PEAK_OF[dtype]] / base.peaks_tflops[PEAK_OF[dtype]]
         for dtype in PEAK_OF
@@ -177,13 +177,13 @@ def _derived(hardware: Hardware, base: Hardware) -> Hardware:
         for operation, entry in other.collectives.items()
     }
     update = {
-        "products": products | own.products,
-        "attention": attention | own.attention,
-        "collectives": collectives | own.collectives,
+        "products": products | constants.products,
+        "attention": attention | constants.attention,
+        "collectives": collectives | constants.collectives,
     }
     for group in ("memory", "network", "overlap", "host"):
-        update[group] = getattr(own if group in own.model_fields_set else other, group)
-    return hardware.model_copy(update={"constants": own.model_copy(update=update)})
+        update[group] = getattr(constants if group in constants.model_fields_set else other, group)
+    return hardware.model_copy(update={"constants": constants.model_copy(update=update)})
 
 
 def with_constants(text: str, constants: Constants) -> str:

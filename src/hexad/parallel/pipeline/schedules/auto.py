@@ -112,8 +112,8 @@ def _costs(
 def _shares(placement: Placement, costs: Costs) -> list[float]:
     """The activation memory of one microbatch in all stages of a rank, for each rank."""
     shares = [0.0] * (max(placement) + 1)
-    for rank, held in zip(placement, costs.activation):
-        shares[rank] += held
+    for rank, activation in zip(placement, costs.activation):
+        shares[rank] += activation
     return shares
 
 

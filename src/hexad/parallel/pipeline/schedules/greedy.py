@@ -84,11 +84,17 @@ class _Search:
         self.inputs["F"][0] = [0.0] * self.microbatches
         self.counts = {kind: [0] * stages for kind in "FBW"}
         self.seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
-        self.frees = {"F": [-held for held in costs.activation], "B": [0.0] * stages, "W": costs.activation}
+        self.frees = {
+            "F": [-activation for activation in costs.activation],
+            "B": [0.0] * stages,
+            "W": costs.activation,
+        }
         self.room = [self.memory * (1 + _SLACK)] * pipeline
         self.needs = [0.0] * stages
-        for own in self.stages:
-            for stage, needed in zip(reversed(own), accumulate(costs.activation[s] for s in reversed(own))):
+        for rank_stages in self.stages:
+            for stage, needed in zip(
+                reversed(rank_stages), accumulate(costs.activation[s] for s in reversed(rank_stages))
+            ):
                 self.needs[stage] = needed
         self.free = [0.0] * pipeline
         self.links = [0.0] * pipeline**2
@@ -148,8 +154,8 @@ class _Search:
         """The stage whose next action of a kind is best, and when its input arrives (not before ``now``)."""
         best, ready = -1, _NEVER
         begun, inputs = self.counts[kind], self.inputs[kind]
-        own = self.stages[rank]
-        for stage in reversed(own) if kind == "B" or self.preference.deep else own:
+        rank_stages = self.stages[rank]
+        for stage in reversed(rank_stages) if kind == "B" or self.preference.deep else rank_stages:
             number = begun[stage]
             if number < len(inputs[stage]):
                 arrival = inputs[stage][number]

@@ -73,7 +73,7 @@ def engines(model: str, settings: list[str]) -> dict[str, Callable[[], int]]:
 
     from hexad import Engine, Microbatch
     from hexad.engine.scoring import Scorer
-    from hexad.planning.checks import planned_layout
+    from hexad.planning.layouts import planned_layout
     from hexad.planning.resolve import resolve
     from hexad.planning.saved_model import scored_model
     from hexad.topology.mesh import Mesh

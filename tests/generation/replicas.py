@@ -14,7 +14,7 @@ from hexad.generation.replica import Replica
 from hexad.generation.requests import Logprob, Request, RequestUpdate, RoutedExperts
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.planning.resolve import resolve
 from hexad.topology.mesh import Mesh
 

@@ -16,7 +16,7 @@ import torch
 
 from hexad.engine.scoring import Scorer
 from hexad.generation.requests import Request
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.planning.resolve import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh

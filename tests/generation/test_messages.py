@@ -11,7 +11,7 @@ from hexad.generation.messages import Add, Cancel, RequestUpdates, Stop, Stopped
 from hexad.generation.requests import Logprob, Request, RequestUpdate
 from hexad.generation.sampling import Sampling
 from hexad.generation.sequence import Sequence
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.topology.mesh import Mesh
 
 from .replicas import CPU, Degrees, Room, replica_of, settings, stage_of

@@ -16,7 +16,7 @@ from hexad.generation.sampler import Sampler
 from hexad.generation.sampling import Sampling
 from hexad.generation.sequence import Sequence
 from hexad.model.transformer import Transformer
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool

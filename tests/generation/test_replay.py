@@ -19,7 +19,7 @@ from hexad.model.replay import Chosen, Replay
 from hexad.model.router import Router
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning import resolve
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 

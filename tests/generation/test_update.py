@@ -15,7 +15,7 @@ from hexad.engine.losses import Outputs
 from hexad.parallel import resharding
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.resharding import Resharding, minus
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 

@@ -5,7 +5,7 @@ import torch
 
 from hexad.generation.requests import Request
 from hexad.generation.sampling import Sampling
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.topology.mesh import Mesh
 
 from ..generation.replicas import MODELS, Degrees, Room, settings, stage_of, written

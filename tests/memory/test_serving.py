@@ -13,7 +13,7 @@ from hexad.generation.cache import BatchCache
 from hexad.generation.loading import make_memory
 from hexad.generation.weights import StageWeights
 from hexad.parallel.inventory import Execution
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.planning.memory import rank_stages
 from hexad.planning.resolve import resolve
 from hexad.planning.serving import cache_tokens, serving_plans

@@ -21,7 +21,7 @@ from hexad.launching.launch import launch, resolved_alike
 from hexad.model.transformer import DTYPES
 from hexad.parallel.resharding import Resharding
 from hexad.planning import Resolved
-from hexad.planning.checks import planned_layout
+from hexad.planning.layouts import planned_layout
 from hexad.planning.saved_model import SavedModel, find_model, generating_model, model_in_training
 from hexad.topology.mesh import Mesh
 

@@ -2,137 +2,17 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from math import lcm
-from typing import Any
 
-from hexad.config import Config, ConfigError, alternatives, counted, divisors
+from hexad.config import Config, ConfigError, counted, divisors
 from hexad.config.model import ModelSettings, RopeScaling
-from hexad.config.schema import FaultSettings, ParallelSettings
+from hexad.config.schema import FaultSettings
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
 from hexad.model.trained import Trained, check_trained
-from hexad.parallel.context.slice import divides_heads, largest_group
 from hexad.topology.layout import Layout, nearest_multiples
 
+from .degree_checks import context_problems, sharding_problems, tensor_problems
 from .expert_checks import expert_problems
-
-
-def heads_of_rank(model: ModelSettings, tensor: int) -> tuple[int, int]:
-    """Query heads of a tensor rank, and its key/value heads."""
-    return model.heads // tensor, max(1, int(model.kv_heads) // tensor)
-
-
-def resolved_context(config: Config) -> dict[str, Any]:
-    """Numbers and names for ``auto``; settings of a method or a degree that is not used stay as they are."""
-    settings = config.parallel
-    resolved: dict[str, Any] = {}
-    if settings.context == 1:
-        return resolved
-    if settings.context_method == "ulysses_ring" and settings.context_ulysses == "auto":
-        heads = heads_of_rank(config.model, settings.tensor)
-        resolved["context_ulysses"] = largest_group(settings.context, *heads)
-    if settings.context_balance == "auto":
-        if settings.context_method == "ulysses":
-            resolved["context_balance"] = "none"
-        else:
-            resolved["context_balance"] = "work" if config.data.documents == "isolate" else "zigzag"
-    return resolved
-
-
-def context_problems(config: Config) -> Iterator[ConfigError]:
-    """The settings of context parallelism that contradict each other or the model."""
-    settings, sequence = config.parallel, config.data.sequence
-    context, method = settings.context, settings.context_method
-    if method != "ulysses_ring" and settings.context_ulysses != "auto":
-        yield ConfigError(
-            "parallel.context_ulysses",
-            f"found {settings.context_ulysses} with parallel.context_method {method}; only ulysses_ring uses "
-            "it: remove it",
-        )
-    if method == "ulysses" and settings.context_balance not in ("auto", "none"):
-        yield ConfigError(
-            "parallel.context_balance",
-            f"found {settings.context_balance} with parallel.context_method ulysses, where every rank has "
-            "some heads of all tokens, as much to compute as the others: remove it",
-        )
-    if context == 1:
-        return
-    if sequence % context:
-        near = nearest_multiples(context, sequence)
-        yield ConfigError(
-            "data.sequence",
-            f"found {sequence}, which does not divide by parallel.context {context}; use {near}",
-        )
-    yield from _heads(config)
-
-
-def _heads(config: Config) -> Iterator[ConfigError]:
-    """The requirements of ``ulysses`` on the heads that are not met."""
-    settings, model = config.parallel, config.model
-    heads, kv_heads = heads_of_rank(model, settings.tensor)
-    share = f" / parallel.tensor {settings.tensor}" if settings.tensor > 1 else ""
-    counts = f"model.heads {model.heads}{share} and model.kv_heads {model.kv_heads}{share}"
-    context, group = settings.context, settings.context_ulysses
-    if settings.context_method == "ulysses" and not divides_heads(context, heads, kv_heads):
-        near = _near(context, heads, kv_heads)
-        yield ConfigError(
-            "parallel.context",
-            f"found {context} with parallel.context_method ulysses, but so many ranks cannot share {counts} "
-            f"(the first must divide by it, the second divide by it or divide it); use {near}, or "
-            "ulysses_ring or ring",
-        )
-    if settings.context_method == "ulysses_ring" and group != "auto":
-        if context % group:
-            choices = [n for n in range(1, context + 1) if context % n == 0]
-            near = str(min(choices, key=lambda n: abs(n - group)))
-            yield ConfigError(
-                "parallel.context_ulysses",
-                f"found {group}, which does not divide parallel.context {context}; use {near}, or auto",
-            )
-        if not divides_heads(group, heads, kv_heads):
-            yield ConfigError(
-                "parallel.context_ulysses",
-                f"found {group}, but so many ranks cannot share {counts} (the first must divide by it, the "
-                f"second divide by it or divide it); use {largest_group(context, heads, kv_heads)}, or auto",
-            )
-
-
-def _near(ranks: int, heads: int, kv_heads: int) -> str:
-    """The nearest numbers of ranks that can share the heads, one below and one above."""
-    fitting = [n for n in range(1, heads + 1) if divides_heads(n, heads, kv_heads)]
-    below, above = [n for n in fitting if n < ranks][-1:], [n for n in fitting if n > ranks][:1]
-    return " or ".join(map(str, (*below, *above)))
-
-
-def working_layout(config: Config, world: int) -> Layout:
-    """The layout of a world of ``world`` ranks, or with ``faults.idle_ranks`` of as many of them as fit.
-
-    The first ranks work; those from ``layout.world`` on are idle.
-
-    Raises:
-        ConfigError: degrees that do not fit the world.
-    """
-    parallel = config.parallel
-    model = parallel.tensor * parallel.context * parallel.pipeline
-    if not config.faults.idle_ranks or world < model:
-        return Layout.from_settings(parallel, world)
-    if parallel.data != "auto":
-        return Layout.from_settings(parallel, min(world, model * parallel.data))
-    for data in range(world // model, 0, -1):
-        experts = data * model % (parallel.expert_tensor * parallel.expert * parallel.pipeline)
-        batch, state = config.batch.micro * data, data * parallel.context
-        if not (any(size % batch for size in config.batch.sizes) or state % parallel.replicas or experts):
-            return Layout.from_settings(parallel, data * model)
-    return Layout.from_settings(parallel, world // model * model)
-
-
-def planned_layout(config: Config, world: int | None = None) -> Layout:
-    """The layout of a world of ``world`` ranks; by default of as few as the degrees allow.
-
-    Raises:
-        ConfigError: degrees that do not fit the world.
-    """
-    return Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
 
 
 def check_config(config: Config, layout: Layout) -> None:
@@ -165,7 +45,7 @@ def check_settings(config: Config, layout: Layout) -> None:
 
 def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _schedule(config)
-    yield from _sharding(config, layout)
+    yield from sharding_problems(config, layout)
     yield from _precision(config)
     yield from _faults(config)
 
@@ -173,7 +53,7 @@ def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
 def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from expert_problems(config)
-    yield from _tensor(config, layout.tensor)
+    yield from tensor_problems(config, layout.tensor)
     yield from _compiled(config)
     yield from context_problems(config)
     yield from _batch(config, layout)
@@ -269,34 +149,6 @@ def _trained(model: ModelSettings) -> Iterator[ConfigError]:
         check_trained(model, list(weights), outputs, by_rule)
     except ConfigError as error:
         yield error
-
-
-def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
-    model = config.model
-    kv_heads = int(model.kv_heads)
-    fitting = _tensor_degrees(model.heads, kv_heads, int(model.ffn_hidden))
-    for name, why in (("heads", "each rank takes whole heads"),
-                      ("ffn_hidden", "each rank takes an equal shard")):  # fmt: skip
-        size = int(getattr(model, name))
-        if size % tensor:
-            yield ConfigError(
-                "parallel.tensor",
-                f"found {tensor}, which does not divide model.{name} {size} ({why}); use {fitting}",
-            )
-    if kv_heads % tensor and tensor % kv_heads:
-        yield ConfigError(
-            "parallel.tensor",
-            f"found {tensor}, expected a divisor or a multiple of model.kv_heads {kv_heads} (each rank takes "
-            f"whole heads, or several ranks the same one); use {fitting}",
-        )
-    context = config.parallel.context
-    tokens, share = config.batch.micro * config.data.sequence // context, " / parallel.context"
-    if config.parallel.sequence and tokens % tensor:
-        yield ConfigError(
-            "parallel.sequence",
-            f"batch.micro * data.sequence{share if context > 1 else ''} = {tokens} tokens do not divide by "
-            f"parallel.tensor {tensor}; change one, or set parallel.sequence: false",
-        )
 
 
 def _compiled(config: Config) -> Iterator[ConfigError]:
@@ -395,31 +247,6 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
                 f"parallel.{field}",
                 f"found {value} with parallel.schedule {settings.schedule}; only {owner} uses it: remove it",
             )
-
-
-def _sharding(config: Config, layout: Layout) -> Iterator[ConfigError]:
-    zero, replicas = config.parallel.zero, config.parallel.replicas
-    if replicas > 1 and zero == 0:
-        yield ConfigError(
-            "parallel.replicas",
-            f"found {replicas} with parallel.zero 0, where every data rank holds the whole state; "
-            "set parallel.zero to 1, 2 or 3, or leave replicas out",
-        )
-    dense = "data degree" if layout.context == 1 else "data x context degree"
-    for data, name in (
-        (layout.gradient_ranks, dense),
-        (layout.degree("expert_data"), "data degree of expert layers"),
-    ):
-        if data % replicas:
-            yield ConfigError(
-                "parallel.replicas",
-                f"found {replicas}, which does not divide the {name} {data}; use {divisors(data)}",
-            )
-    if config.run.compile == "full" and zero == 3:
-        yield ConfigError(
-            "run.compile",
-            "found full with parallel.zero 3, where weights come and go; use zero 0, 1 or 2, or pointwise",
-        )
 
 
 def _precision(config: Config) -> Iterator[ConfigError]:
@@ -538,32 +365,3 @@ def _attention_sizes(model: ModelSettings, tensor: int, share: str) -> tuple[_Si
         ("model.mla.nope_dim", nope, f"model.heads {heads} x (it + value_dim){share}", keys_and_values),
         ("model.mla.value_dim", value, f"model.heads {heads} x it{share}", heads * value // tensor),
     )
-
-
-def _tensor_degrees(heads: int, kv_heads: int, ffn: int) -> str:
-    """The tensor degrees up to 64 that divide the heads and the feed-forward width, and divide the key/value
-    heads or are a multiple."""
-    divisors = [n for n in range(1, min(heads, 64) + 1) if heads % n == ffn % n == 0]
-    return alternatives([n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0])
-
-
-def smallest_world(config: Config) -> int:
-    """Ranks of the smallest world this configuration can run in: as many as both grids need."""
-    parallel = config.parallel
-    dense = parallel.tensor * parallel.context * parallel.pipeline
-    if parallel.data != "auto":
-        return dense * parallel.data
-    return lcm(dense, parallel.expert_tensor * parallel.expert * parallel.pipeline)
-
-
-def check_stages(parallel: ParallelSettings) -> None:
-    """Refuse schedules that have other stages than generation: one per rank.
-
-    Raises:
-        ConfigError: such a schedule.
-    """
-    if parallel.schedule != "1f1b" or parallel.virtual_stages > 1:
-        actual = f"found {parallel.schedule} with parallel.virtual_stages {parallel.virtual_stages}"
-        raise ConfigError(
-            "parallel.schedule", f"{actual}, but generation has one stage per rank; remove both"
-        )

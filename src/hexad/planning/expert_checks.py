@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from hexad.config import Config, ConfigError, alternatives, divisors
 from hexad.config.model import MoeSettings
 from hexad.parallel.expert.kinds import KINDS, unsupported
-from hexad.topology.layout import Layout
 
 
 def expert_problems(config: Config) -> Iterator[ConfigError]:
@@ -49,23 +48,6 @@ def _dispatcher(config: Config, moe: MoeSettings) -> Iterator[ConfigError]:
         return
     for need in KINDS[moe.dispatcher].needs(config):
         yield unsupported(moe.dispatcher, need)
-
-
-def check_replica(layout: Layout) -> None:
-    """Refuse experts that are divided among replicas of generation, which compute at different times.
-
-    Raises:
-        ConfigError: such a degree.
-    """
-    if layout.contains(("tensor", "context"), ("expert", "expert_tensor")):
-        return
-    ranks = layout.tensor * layout.context
-    raise ConfigError(
-        "parallel.expert",
-        f"found expert {layout.expert} x expert_tensor {layout.expert_tensor}, but generation divides "
-        f"experts among the tensor {layout.tensor} x context {layout.context} ranks of a replica; "
-        f"use {divisors(ranks)}",
-    )
 
 
 def _choice(moe: MoeSettings) -> Iterator[ConfigError]:

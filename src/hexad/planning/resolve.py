@@ -7,11 +7,13 @@ from hexad.config import Config, ConfigError, blaming
 from hexad.config.schema import DataSettings, ParallelSettings, prefixes
 from hexad.model.configuration import complete_model
 from hexad.optim.schedule import decay_steps
+from hexad.parallel.context.slice import largest_group
 from hexad.parallel.tensor.linear_inventory import forward_chunks
 from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
 
-from .checks import check_config, resolved_context
+from .checks import check_config
+from .degree_checks import heads_of_rank
 from .stages import PipelinePlan, pipeline_plan
 
 
@@ -122,11 +124,28 @@ def with_dtype(config: Config, bf16: bool) -> Config:
     return config.model_copy(update={"precision": precision})
 
 
+def _resolved_context(config: Config) -> dict[str, Any]:
+    """Numbers and names for ``auto``; settings of a method or a degree that is not used stay as they are."""
+    settings = config.parallel
+    resolved: dict[str, Any] = {}
+    if settings.context == 1:
+        return resolved
+    if settings.context_method == "ulysses_ring" and settings.context_ulysses == "auto":
+        heads = heads_of_rank(config.model, settings.tensor)
+        resolved["context_ulysses"] = largest_group(settings.context, *heads)
+    if settings.context_balance == "auto":
+        if settings.context_method == "ulysses":
+            resolved["context_balance"] = "none"
+        else:
+            resolved["context_balance"] = "work" if config.data.documents == "isolate" else "zigzag"
+    return resolved
+
+
 def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
     """The ``parallel`` settings with degrees and limits; those of schedules other than the one chosen stay as
     they are."""
     settings = config.parallel
-    resolved: dict[str, Any] = {"data": layout.data, **resolved_context(config)}
+    resolved: dict[str, Any] = {"data": layout.data, **_resolved_context(config)}
     if settings.schedule == "interleaved" and settings.schedule_group == "auto":
         resolved["schedule_group"] = layout.pipeline
     if settings.bucket_mb == "auto":

@@ -21,8 +21,7 @@ from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.pretrained import hugging_face_directory
 from hexad.topology.layout import Layout
 
-from .checks import check_stages, planned_layout
-from .expert_checks import check_replica
+from .layouts import check_replica, check_stages, planned_layout
 from .resolve import resolve
 
 _LONGEST = 4096

@@ -14,8 +14,7 @@ from hexad.model.inventory import StageSpec
 from hexad.parallel.inventory import Execution, Position, Positions, Product, tensor_positions
 
 from . import Resolved
-from .checks import check_stages
-from .expert_checks import check_replica
+from .layouts import check_replica, check_stages
 from .memory import rank_stages
 
 _LOGITS = 4 + 4

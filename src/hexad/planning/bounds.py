@@ -392,12 +392,14 @@ class Bounds:
     def _share(self, grid: LayerLayout, choice: PipelineLayout, plain: PipelineLayout) -> float:
         """The first rank's layers, in those of a pipeline with one stage per rank; at most 1."""
         numbers = []
-        for one in (choice, plain):
-            stages = one.pipeline * stages_per_rank(one.schedule, one.virtual)
+        for variant in (choice, plain):
+            stages = variant.pipeline * stages_per_rank(variant.schedule, variant.virtual)
             with suppress(ConfigError):
-                layers = stage_layers(self.choices.config(grid, one), stages)
+                layers = stage_layers(self.choices.config(grid, variant), stages)
                 rank_stages = (
-                    range(0, stages, one.pipeline) if one.schedule not in V_SHAPED else (0, stages - 1)
+                    range(0, stages, variant.pipeline)
+                    if variant.schedule not in V_SHAPED
+                    else (0, stages - 1)
                 )
                 numbers.append(sum(len(layers[stage]) for stage in rank_stages))
         return min(1.0, numbers[0] / numbers[1]) if len(numbers) == 2 and numbers[1] else 0.0

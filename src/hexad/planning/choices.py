@@ -148,7 +148,7 @@ class Choices:
                 self.rejected["divisibility: batch.global"] += 1
                 continue
             levels = self._values("zero", [0, 1, 2, 3] if self.world > 1 else [0])
-            shardings = [one for zero in levels for one in self._shardings(grid, pipeline, zero)]
+            shardings = [candidate for zero in levels for candidate in self._shardings(grid, pipeline, zero)]
             for (name, virtual), sharding in product(self._schedules(pipeline, layers), shardings):
                 yield PipelineLayout(pipeline, virtual, name, *sharding)
 

@@ -78,7 +78,7 @@ def least_device_memory(tensors: int, layout: Layout) -> DeviceMemory:
 
 
 def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
-    buffers = sum(_EXCHANGE if one.exchanges else _COMMUNICATOR for one in used)
+    buffers = sum(_EXCHANGE if communicator.exchanges else _COMMUNICATOR for communicator in used)
     return DeviceMemory(0, 0, _CONTEXT, buffers).holding(tensors)
 
 

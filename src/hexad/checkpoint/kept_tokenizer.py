@@ -117,7 +117,7 @@ def _kept_files(tokenizer: str, templates: Mapping[str, str] | None, folder: Pat
 
 
 def _of_model(load: str | None) -> dict[str, bytes]:
-    """What the model that a run starts from says beside its weights; nothing where it is not there, or no
+    """The files beside the weights of the model that a run starts from; none where they do not exist, or no
     longer."""
     if load is None:
         return {}

@@ -256,7 +256,7 @@ class Choices:
         return with_batch(config, layout, microbatches * grid.micro * layout.degrees["data"])
 
     def parts(self, resolved: Resolved, rank: int) -> RankParts:
-        """What a pipeline rank holds, which depends neither on sharding nor on the microbatches."""
+        """The parts that a pipeline rank holds, which depend neither on sharding nor on the microbatches."""
         layout, plan = resolved.layout, resolved.plan
         degrees = layout.tensor, layout.expert, layout.expert_tensor, layout.pipeline
         key = rank, *degrees, tuple(plan.schedule.placement), plan.layers

@@ -217,7 +217,7 @@ class Kernels:
         return elements * _HOST_UPDATE / (self.hardware.constants.host.update_gb_per_s * 1e9)
 
     def beside_collective(self) -> Kernels:
-        """The same device while a collective takes some of its multiprocessors."""
+        """Times of this device while a collective takes some of its multiprocessors."""
         hardware = self.hardware
         left = hardware.multiprocessors - int(hardware.constants.overlap.multiprocessors)
         return Kernels(hardware, self.in_step, max(1, left))

@@ -1,5 +1,5 @@
-"""What generation needs on a rank, before anything is started: weights, a step's values, and how many
-tokens of key/value cache fit beside them; and what tokens cost. No torch.
+"""The memory that generation needs on a rank, before anything is started: weights, a step's values, and how
+many tokens of key/value cache fit beside them; and what tokens cost. No torch.
 
 Weights are counted in the number format of ``precision.dtype``. A step has ``inference.batch_tokens``
 tokens, of which context ranks compute a part each; ``inference.sequences`` of them have logits.

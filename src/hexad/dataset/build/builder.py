@@ -295,7 +295,6 @@ def _encode(
     frame: _Frame,
     dtype: np.dtype[Any],
 ) -> _EncodedDocuments:
-    """Read and tokenize the documents of some pieces."""
     parts: list[NDArray[Any]] = []
     marks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []

@@ -4,7 +4,7 @@
 
 ``DIR`` holds ``gemm_rates.csv.gz``, ``moe_rates.csv.gz``, ``attention_rates.csv.gz`` and
 ``nccl_intra_node.csv`` (from ai-dynamo/aiconfigurator), and ``nccl_all_reduce.jsonl`` (from vTrain). The
-models are those that the planner calls: :class:`hexad.planning.kernels.KernelTimes` and
+models are those that the planner calls: :class:`hexad.planning.kernels.Kernels` and
 :func:`hexad.planning.links.in_domain_seconds`. Measurements are single runs with outliers: the loss is the
 mean of absolute errors of logarithms, each cut off at 0.5. Errors are cross-validated: constants fitted on
 one half of the shapes are compared with the other half, and vice versa. The constants that are written are
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from hexad.planning.kernels import BYTES, KernelTimes
+from hexad.planning.kernels import BYTES, Kernels
 from hexad.planning.links import in_domain_seconds
 from hexad.topology import hardware as package
 from hexad.topology.hardware import (
@@ -155,7 +155,7 @@ def product_model(hardware: Hardware, dtype: Any) -> Model:
 
     def seconds(values: Sequence[float]) -> Callable[[tuple[Any, ...]], float]:
         entry = ProductConstants.model_construct(**dict(zip(names, values)), grouped=1.0)
-        kernels = KernelTimes(with_group(hardware, "products", dtype, entry))
+        kernels = Kernels(with_group(hardware, "products", dtype, entry))
         return lambda shape: kernels.product(*shape, dtype, quantise=len(names) > len(PRODUCT))
 
     peak = (hardware.peak(dtype) or 0) / 1e12
@@ -206,7 +206,7 @@ def grouped_ratio(hardware: Hardware, dtype: Any, path: Path) -> tuple[float, Fi
     def seconds(factor: float, row: tuple[dict[str, int], int, int, float]) -> float:
         shape, count, experts, _ = row
         entry = hardware.constants.products[dtype].model_copy(update={"grouped": factor})
-        kernels = KernelTimes(with_group(hardware, "products", dtype, entry))
+        kernels = Kernels(with_group(hardware, "products", dtype, entry))
         inner, hidden = shape["ffn"] // shape["tp"], shape["hidden"]
         parts = 1 + shape["gated"]
         up = kernels.product(count, parts * inner, hidden, dtype, groups=experts)
@@ -249,7 +249,7 @@ def attention_model(hardware: Hardware, dtype: Any, widths: Sequence[int]) -> Mo
         entry = AttentionConstants.model_construct(
             tpairs=dict(zip(widths, rates)), **dict(zip(("start_us", "bandwidth", "padding", "tail"), rest))
         )
-        kernels = KernelTimes(with_group(hardware, "attention", dtype, entry))
+        kernels = Kernels(with_group(hardware, "attention", dtype, entry))
 
         def of(shape: tuple[Any, ...]) -> float:
             heads, length, width, window, kv_heads = shape

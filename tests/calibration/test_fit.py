@@ -16,7 +16,7 @@ from hexad.calibration.figures import (
 )
 from hexad.calibration.fit import declared, errors, fitted, job_of
 from hexad.config import HexadError
-from hexad.planning.kernels import KernelTimes
+from hexad.planning.kernels import Kernels
 from hexad.planning.plan import explained
 from hexad.topology.hardware import Hardware, load_hardware, write_hardware
 
@@ -64,7 +64,7 @@ CPUS = [(1e11, 16.0, 2e-10, 1e-5, 1e-3), (2.5e11, 0.0, 5e-10, 0.0, 2e-4), (4e10,
 def test_a_fit_finds_the_formulas_that_made_its_figures(cpu: tuple[float, ...]) -> None:
     figures = _figures(*cpu)
     hardware = fitted(figures, "a CPU", 32 * 2**30, 2)
-    kernels, constants = KernelTimes(hardware), hardware.constants
+    kernels, constants = Kernels(hardware), hardware.constants
     for one in figures.products:
         assert kernels.product(one.m, one.n, one.k, "fp32") == pytest.approx(one.seconds, rel=0.06)
     assert constants.memory.bandwidth == pytest.approx(min(1.0, 1 / cpu[2] / COPIES), rel=0.02)

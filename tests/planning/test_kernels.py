@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from hexad.config import HexadError
-from hexad.planning.kernels import KernelTimes, _pairs
+from hexad.planning.kernels import Kernels, _pairs
 from hexad.topology.hardware import hardware_names, load_hardware
 
 SIZES = (1, 7, 64, 100, 129, 256, 1000, 1024, 1025, 4096, 8192, 8200, 30000, 131072)
 
 
-def kernels(kind: str) -> KernelTimes:
-    return KernelTimes(load_hardware(kind))
+def kernels(kind: str) -> Kernels:
+    return Kernels(load_hardware(kind))
 
 
 def formats(kind: str) -> list[str]:
@@ -222,9 +222,9 @@ def test_groups_cost_what_as_many_products_compute_and_one_start() -> None:
 
 def test_a_step_is_slower_and_collectives_take_multiprocessors() -> None:
     hardware = load_hardware("h100")
-    alone = KernelTimes(hardware)
+    alone = Kernels(hardware)
     shape = (8192, 8192, 8192, "bf16")
-    assert KernelTimes(hardware, in_step=True).product(*shape) == pytest.approx(1.03 * alone.product(*shape))
+    assert Kernels(hardware, in_step=True).product(*shape) == pytest.approx(1.03 * alone.product(*shape))
     beside = alone.beside_collective()
     assert 1.05 < beside.product(*shape) / alone.product(*shape) < 1.4
     assert beside.passes(1e9, 3) == alone.passes(1e9, 3) == pytest.approx(9e-6 + 1e9 / (0.9 * 3.35e12))
@@ -252,7 +252,7 @@ constants:
 def test_a_calibrated_cpu(tmp_path: Path) -> None:
     path = tmp_path / "laptop.yaml"
     path.write_text(CPU)
-    device = KernelTimes(load_hardware(path))
+    device = Kernels(load_hardware(path))
     assert device.product(512, 512, 512, "fp32") == pytest.approx(5e-6 + 2 * 512**3 / 0.15e12)
     # What has no constants has the rate of fp32 by the ratio of the peaks.
     assert device.product(512, 512, 512, "fp64") == pytest.approx(5e-6 + 2 * 512**3 / 0.075e12)

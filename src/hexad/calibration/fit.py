@@ -14,7 +14,7 @@ import numpy as np
 from hexad.parallel.inventory import Pass, Product
 from hexad.planning import resolve
 from hexad.planning.job import Job
-from hexad.planning.kernels import KernelTimes
+from hexad.planning.kernels import Kernels
 from hexad.planning.links import Cluster, in_domain_seconds
 from hexad.planning.step_time import Predictor
 from hexad.topology.hardware import (
@@ -98,8 +98,8 @@ def _error(pairs: Iterable[tuple[float, float]]) -> float:
     return sum(error * weight for error, weight in values) / sum(weight for _, weight in values)
 
 
-def _with(hardware: Hardware, **parts: Any) -> KernelTimes:
-    return KernelTimes(hardware.model_copy(update={"constants": Constants(source="calibrated", **parts)}))
+def _with(hardware: Hardware, **parts: Any) -> Kernels:
+    return Kernels(hardware.model_copy(update={"constants": Constants(source="calibrated", **parts)}))
 
 
 def _products(hardware: Hardware, dtype: Format, figures: Sequence[ProductFigure]) -> ProductConstants:
@@ -159,11 +159,11 @@ def _attention_times(
     return [(_attended(kernels, figure), figure.seconds) for figure in figures]
 
 
-def _multiplied(kernels: KernelTimes, figure: ProductFigure) -> float:
+def _multiplied(kernels: Kernels, figure: ProductFigure) -> float:
     return kernels.product(figure.m, figure.n, figure.k, figure.dtype)
 
 
-def _attended(kernels: KernelTimes, figure: AttentionFigure) -> float:
+def _attended(kernels: Kernels, figure: AttentionFigure) -> float:
     action: Literal["forward", "backward"] = "forward" if figure.forward else "backward"
     return kernels.attention(action, figure.heads, figure.length, figure.width, figure.dtype)
 
@@ -258,7 +258,7 @@ def _by_operation(figures: Iterable[CollectiveFigure]) -> dict[str, list[Collect
 
 def errors(hardware: Hardware, figures: Figures) -> dict[str, float]:
     """Median absolute errors of what was measured, by kind: of those of 100 us and more."""
-    kernels = KernelTimes(hardware)
+    kernels = Kernels(hardware)
     predicted: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for product in figures.products:
         predicted["products"].append((_multiplied(kernels, product), product.seconds))

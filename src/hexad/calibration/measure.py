@@ -154,7 +154,7 @@ def _middle(runs: list[Any]) -> dict[Any, tuple[float, int]]:
 
 
 def _collectives(world: Axis) -> Iterator[CollectiveFigure]:
-    """What a collective adds to the time of computation before and after it: alone, ranks would meet at once
+    """The time that a collective adds to the computation before and after it: alone, ranks would meet at once
     and threads be awake."""
     left, right = torch.randn(512, 512), torch.randn(512, 512)
     times = max(1, round(_BETWEEN / _seconds(lambda: left @ right)))

@@ -247,7 +247,7 @@ def _looks_whole(checkpoint: Path) -> bool:
 
 
 _OLDER = {"train": "all", "lora": None}
-"""What checkpoints mean that are older than a setting."""
+"""Values of settings in checkpoints that are older than the setting."""
 
 
 def check_same_model(

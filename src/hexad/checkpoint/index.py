@@ -160,7 +160,6 @@ class Index:
 
     @cached_property
     def _by_tensor(self) -> dict[str, Rows]:
-        """The rows of every tensor."""
         rows = self.rows[np.argsort(self.rows[:, 0], kind="stable")]
         ends = np.searchsorted(rows[:, 0], np.arange(1, len(self.tensors)))
         return dict(zip(self.tensors, np.split(rows, ends)))
@@ -220,7 +219,8 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """What ranks hold, as boxes: parts of tensors, possibly somewhat more than they hold.
+    """The parts of tensors that ranks hold, as boxes: parts of tensors, possibly somewhat more than they
+    hold.
 
     Attributes:
         names: of the tensors; boxes refer to them by number.

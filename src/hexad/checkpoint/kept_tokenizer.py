@@ -117,7 +117,7 @@ def _kept_files(tokenizer: str, templates: Mapping[str, str] | None, folder: Pat
 
 
 def _of_model(load: str | None) -> dict[str, bytes]:
-    """What the model that a run starts from says beside its weights; nothing where it is not there, or no
+    """The files beside the weights of the model that a run starts from; none where they do not exist, or no
     longer."""
     if load is None:
         return {}
@@ -290,17 +290,17 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute())
 
 
-def same_ids(one: str, other: str) -> bool:
+def same_ids(tokenizer: str, other: str) -> bool:
     """Whether two tokenizers certainly give every text the same ids, and begin and end documents with the
     same ones. Chat templates, and how texts are truncated, padded and joined, have no part in it.
 
     Raises:
         HexadError: as for :func:`load_tokenizer`.
     """
-    first, second = load_tokenizer(one), load_tokenizer(other)
+    first, second = load_tokenizer(tokenizer), load_tokenizer(other)
     if (first.eod, first.bos) != (second.eod, second.bos):
         return False
-    return _encoded(first, one) == _encoded(second, other)
+    return _encoded(first, tokenizer) == _encoded(second, other)
 
 
 def _encoded(tokenizer: Tokenizer, spec: str) -> Any:

@@ -238,7 +238,6 @@ def _values(
     seed: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """A slice of a weight."""
     if not copies:
         drawn = torch.empty(part.sizes, dtype=dtype)
         fill_initial(drawn, part, weight, seed)

@@ -195,17 +195,17 @@ def identical(what: str, value: object, axis: Axis) -> None:
         raise AgreedError(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks need the same")
 
 
-def _leaf(name: str, one: object, other: object) -> tuple[str, object, object]:
+def _leaf(name: str, value: object, other: object) -> tuple[str, object, object]:
     """The first leaf in which two trees of settings differ: its dotted name and both values."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        key = next(key for key in one if one[key] != other[key])
-        return _leaf(key if name == "settings" else f"{name}.{key}", one[key], other[key])
-    return name, one, other
+    if isinstance(value, dict) and isinstance(other, dict) and value.keys() == other.keys():
+        key = next(key for key in value if value[key] != other[key])
+        return _leaf(key if name == "settings" else f"{name}.{key}", value[key], other[key])
+    return name, value, other
 
 
-def _lowest(one: dict[bytes, int], other: dict[bytes, int]) -> dict[bytes, int]:
+def _lowest(first: dict[bytes, int], other: dict[bytes, int]) -> dict[bytes, int]:
     """The lowest rank of each hash; of a few hashes only."""
-    ordered = sorted((other | one).items(), key=lambda item: item[1])
+    ordered = sorted((other | first).items(), key=lambda item: item[1])
     return dict(ordered[:_MOST_VALUES])
 
 

@@ -108,7 +108,6 @@ class _Returned:
         """No-op."""
 
     def is_completed(self) -> bool:
-        """Always true."""
         return True
 
 
@@ -334,7 +333,6 @@ class _OnStream:
         """No-op: what follows on the stream follows them."""
 
     def is_completed(self) -> bool:
-        """Whether they are."""
         return self._event is None or self._event.query()
 
 
@@ -350,7 +348,6 @@ class _Together:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether all are."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -116,8 +116,8 @@ class DeepEp:
             kind = self._module.Buffer
             suggestions = kind.get_dispatch_config(size), kind.get_combine_config(size)
             sizes = (
-                max(one.get_nvl_buffer_size_hint(row, size) for one in suggestions),
-                max(one.get_rdma_buffer_size_hint(row, size) for one in suggestions),
+                max(suggestion.get_nvl_buffer_size_hint(row, size) for suggestion in suggestions),
+                max(suggestion.get_rdma_buffer_size_hint(row, size) for suggestion in suggestions),
             )
             self._buffer, self._row = kind(self._axis.group, *sizes), row
         return self._buffer

@@ -8,6 +8,6 @@ def memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def same_place(one: Tensor, other: Tensor) -> bool:
+def same_place(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one format begin at the same place of the same memory."""
-    return one.storage_offset() == other.storage_offset() and memory_of(one) == memory_of(other)
+    return tensor.storage_offset() == other.storage_offset() and memory_of(tensor) == memory_of(other)

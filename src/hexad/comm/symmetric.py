@@ -99,8 +99,8 @@ class Symmetric:
 
     def _away(self, rows: Tensor, even: int) -> int:
         """Bytes of an even load's rows that leave this rank."""
-        size, one = self._axis.size, rows[:1].nbytes
-        return even * (size - 1) // size * one
+        size, row_bytes = self._axis.size, rows[:1].nbytes
+        return even * (size - 1) // size * row_bytes
 
     def _next(self, x: Tensor, rows: int, room: int, splits: int) -> tuple[_Buffers, Tensor]:
         """(the set whose turn it is, for so many rows and experts; ``[room, ...]`` for what is received)."""

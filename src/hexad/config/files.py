@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _PIPES_OF_COMMANDS = ("/proc/", "/dev/fd/")
-"""Where ``/dev/stdin`` and a shell's ``<(command)`` are links to."""
+"""Targets of the links ``/dev/stdin`` and a shell's ``<(command)``."""
 
 
 def readable(path: str | Path) -> Path:

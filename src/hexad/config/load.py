@@ -254,7 +254,7 @@ class Wording:
         "memory.recompute_parts": ("a list such as [norms, moe_act]", "moe_act, norms or mla_up"),
         "batch.ramp": ("[start, increment, samples] or null", "an integer"),
     }
-    """What to expect where several forms are good, or an item of a list has one: setting -> (whole, item)."""
+    """Expected forms where several are valid, or an item of a list has one: setting -> (whole, item)."""
     alternatively = "; or expected "
     """Text between what the forms of a union expect."""
     dotted_names = True

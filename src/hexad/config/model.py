@@ -145,7 +145,7 @@ class LoraSettings(SettingsGroup):
     rank: Positive = 8
     """Rank of the products that are added to the matrices."""
     alpha: PositiveFloat = 16.0
-    """What these products are multiplied by, times ``rank``."""
+    """Factor of these products, times ``rank``."""
     dropout: Fraction = 0.0
     """Probability with which elements of the adapters' inputs are dropped in training; the adapters of one
     linear layer (query, key and value; gate and up) drop the same ones."""
@@ -189,7 +189,7 @@ class MoeSettings(SettingsGroup):
     top_groups: Positive = 1
     """Groups that a token's experts are chosen from."""
     scale: PositiveFloat = 1.0
-    """What the weights of the chosen experts are multiplied by (routed scaling factor)."""
+    """Factor of the weights of the chosen experts (routed scaling factor)."""
     normalise: bool = True
     """Whether the weights of the chosen experts are divided by their sum."""
     balance: Literal["microbatch", "sequence", "step"] = "microbatch"
@@ -202,8 +202,8 @@ class MoeSettings(SettingsGroup):
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the mean square of the router's log-sum-exp (Zoph et al., arXiv 2202.08906)."""
     bias_rate: NonNegativeFloat = 0.0
-    """By how much the bias of an expert is changed after each step towards an even load (Wang et al., arXiv
-    2408.15664), with ``score: sigmoid``."""
+    """Amount by which the bias of an expert is changed after each step towards an even load (Wang et al.,
+    arXiv 2408.15664), with ``score: sigmoid``."""
     capacity_factor: PositiveFloat | None = None
     """Most tokens of an expert in a microbatch, as a multiple of an even load; those beyond, the last ones of
     the microbatch, skip it, but not in generation. null: no token skips an expert (dropless)."""
@@ -294,16 +294,16 @@ class ModelSettings(SettingsGroup):
     """Sliding-window attention: a token sees itself and the ``sliding_window - 1`` tokens before it. null:
     all tokens before it."""
     attention_multiplier: PositiveFloat | Literal["auto"] = "auto"
-    """What attention scores are multiplied by. ``auto``: ``1 / sqrt(head_dim)``."""
+    """Factor of attention scores. ``auto``: ``1 / sqrt(head_dim)``."""
     mla: MlaSettings | None = None
     """Multi-head latent attention, which deepseek_v2 and deepseek_v3 have; null: attention with grouped
     heads."""
     embedding_multiplier: PositiveFloat = 1.0
-    """What token embeddings are multiplied by."""
+    """Factor of token embeddings."""
     residual_multiplier: PositiveFloat = 1.0
-    """What both branches of a layer are multiplied by before they are added to the residual stream."""
+    """Factor of both branches of a layer before they are added to the residual stream."""
     logits_scaling: PositiveFloat = 1.0
-    """What logits are divided by."""
+    """Divisor of logits."""
     dropout: Fraction = 0.0
     """Probability with which elements of the embeddings' sum and of both residual branches' outputs are
     dropped in training. Which ones depends on seed, step and element only, never on the layout."""
@@ -314,8 +314,8 @@ class ModelSettings(SettingsGroup):
     """Standard deviation of initial weights; projections back into the residual stream are divided by
     ``sqrt(2 * layers)`` (GPT-2 paper)."""
     train: Literal["all"] | tuple[str, ...] = "all"
-    """Which weights are trained: ``all``, or patterns, each of which (with ``*``, ``?``, ``[...]``) is one or
-    more consecutive parts of a weight's name, in Hexad or in ``transformers``: ``[head, "layers.3"]``,
+    """The weights that are trained: ``all``, or patterns, each of which (with ``*``, ``?``, ``[...]``) is one
+    or more consecutive parts of a weight's name, in Hexad or in ``transformers``: ``[head, "layers.3"]``,
     ``["*.bias"]``. The rest is frozen: no gradients, no optimizer state, no reductions. With ``lora``,
     ``all`` are the adapters, and patterns are trained besides."""
     lora: LoraSettings | None = None

@@ -35,14 +35,15 @@ class RunSettings(SettingsGroup):
     steps: Positive = 200
     """Optimizer steps in total, counted from the first start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
+    """The device: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
     timeout: Annotated[PositiveFloat, Field(le=10**9)] = 600.0
     """Seconds a collective may wait for its peers before the run is stopped."""
     compile: Literal["auto", "none", "pointwise", "full"] = "auto"
-    """What ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations, dropout, the
-    merging of context parallel blocks, the loss and the update, each by itself, in every layout. ``full``:
-    besides, every transformer block as a whole (needs ``parallel.tensor: 1``). ``auto``: ``pointwise`` on
-    GPUs, ``none`` on CPUs. ``true`` and ``false`` of earlier versions are ``full`` and ``none``."""
+    """The functions that ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations,
+    dropout, the merging of context parallel blocks, the loss and the update, each by itself, in every layout.
+    ``full``: besides, every transformer block as a whole (needs ``parallel.tensor: 1``). ``auto``:
+    ``pointwise`` on GPUs, ``none`` on CPUs. ``true`` and ``false`` of earlier versions are ``full`` and
+    ``none``."""
     deterministic: bool = False
     """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
     error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""
@@ -63,7 +64,7 @@ def prefixes(source: Source | None) -> list[str]:
 
 
 class DataSettings(SettingsGroup):
-    """Where samples come from."""
+    """The sources of samples."""
 
     train: Source | None = None
     """A ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
@@ -89,8 +90,8 @@ class DataSettings(SettingsGroup):
     loss. ``auto``: ``whole`` for data with a loss mask (``hexad data build`` of conversations or of prompts
     and completions), else ``cut``."""
     too_long: Literal["refuse", "truncate", "skip"] = "refuse"
-    """What to do with documents longer than ``sequence`` where they are not cut: ``refuse`` the data, use
-    their first ``sequence`` tokens (``truncate``), or ``skip`` them; how many is reported."""
+    """Action for documents longer than ``sequence`` where they are not cut: ``refuse`` the data, use their
+    first ``sequence`` tokens (``truncate``), or ``skip`` them; how many is reported."""
 
     @field_validator("train", "validation", mode="before")
     @classmethod
@@ -123,8 +124,8 @@ class DataSettings(SettingsGroup):
         return {} if data is None else {"validation": data}
 
     def part(self, training: bool) -> tuple[float, float] | None:
-        """Which documents of ``train`` (begin, end, as fractions) are for training, or for validation where
-        ``validation`` names no data; None: all of what is named."""
+        """The documents of ``train`` (begin, end, as fractions) that are for training, or for validation
+        where ``validation`` names no data; None: all of what is named."""
         if self.split is None or (not training and self.validation is not None):
             return None
         total = sum(self.split)
@@ -148,8 +149,8 @@ class BatchSettings(SettingsGroup):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What must be a multiple of the sequences that all data ranks compute at a time, so that every
-        step's size is."""
+        """The numbers that must be multiples of the sequences that all data ranks compute at a time, so that
+        every step's size is."""
         return (self.global_, *(self.ramp or ())[:2])
 
     def size(self, samples: int) -> int:
@@ -201,10 +202,10 @@ class ParallelSettings(SettingsGroup):
     context_ulysses: Degree | Literal["auto"] = "auto"
     """Ranks of a group of ``ulysses_ring``. ``auto``: as many as can share the heads."""
     context_balance: Literal["auto", "zigzag", "work", "none"] = "auto"
-    """Which rank holds which tokens. ``zigzag``: two blocks of every sequence, one from the front and one
-    from the back; ``work``: blocks such that each rank has as much attention to compute, whatever the
-    documents' lengths; ``none``: in their order. ``auto``: ``work`` with isolated documents, else
-    ``zigzag``; ``none`` with ``ulysses``."""
+    """The division of tokens over context ranks. ``zigzag``: two blocks of every sequence, one from the front
+    and one from the back; ``work``: blocks such that each rank has as much attention to compute, whatever the
+    documents' lengths; ``none``: in their order. ``auto``: ``work`` with isolated documents, else ``zigzag``;
+    ``none`` with ``ulysses``."""
     pipeline: Degree = 1
     """Pipeline-parallel degree: the layers are divided among this many ranks."""
     virtual_stages: Degree = 1
@@ -230,8 +231,8 @@ class ParallelSettings(SettingsGroup):
     data: Degree | Literal["auto"] = "auto"
     """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
     zero: Annotated[Integer, Field(ge=0, le=3)] = 0
-    """What is sharded over the data and context ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3
-    parameters too."""
+    """The state that is sharded over the data and context ranks: 0 nothing, 1 optimizer state, 2 gradients
+    too, 3 parameters too."""
     replicas: Degree = 1
     """Hybrid sharding: state is sharded inside ``data * context / replicas`` ranks and replicated across."""
     order: str = "tensor-context-expert-data-pipeline"
@@ -248,7 +249,7 @@ class ParallelSettings(SettingsGroup):
 
     @property
     def token_multiple(self) -> int:
-        """What the number of tokens of a microbatch must be a multiple of."""
+        """The number of which the tokens of a microbatch must be a multiple."""
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
     @property
@@ -290,7 +291,7 @@ class PrecisionSettings(SettingsGroup):
     independent of their order, in float64, which takes several times as long (``docs/exact.md``). Backward
     passes, and attention with dropout, are the usual ones."""
     loss_scale: Literal["dynamic"] | LossScale = "dynamic"
-    """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
+    """Factor of the loss in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: LossScale = 65536.0
     """Dynamic loss scale of the first step."""
     loss_scale_window: Positive = 1000
@@ -314,10 +315,10 @@ RecomputePart = Literal["moe_act", "norms", "mla_up"]
 
 
 class MemorySettings(SettingsGroup):
-    """What is traded for memory."""
+    """Time or precision traded for memory."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are recomputed in the backward pass instead of kept: ``selective`` those that cost
+    """The activations that are recomputed in the backward pass instead of kept: ``selective`` those that cost
     no matrix product, ``full`` all but each layer's input."""
     recompute_layers: Literal["all"] | Positive = "all"
     """How many layers per stage recompute: ``all``, or the first ones."""
@@ -326,7 +327,7 @@ class MemorySettings(SettingsGroup):
     feed-forward; ``moe_act``, activated values of the experts; ``mla_up``, what multi-head latent attention
     projects from latent vectors: queries, keys and values."""
     offload: Literal["none", "optimizer"] = "none"
-    """What is kept in the host's memory."""
+    """The state that is kept in the host's memory."""
 
     @field_validator("recompute_parts")
     @classmethod
@@ -368,7 +369,8 @@ class LrScheduleSettings(SettingsGroup):
     min_lr: NonNegativeFloat = 3.0e-5
     """Learning rate at the end of the decay."""
     decoupled_min_lr: NonNegativeFloat | None = None
-    """The same for the embedding and the output head, with ``optimizer.decoupled_lr``; null: ``min_lr``."""
+    """Least learning rate of the embedding and the output head, with ``optimizer.decoupled_lr``; null:
+    ``min_lr``."""
 
 
 class CheckpointSettings(SettingsGroup):
@@ -391,11 +393,11 @@ class CheckpointSettings(SettingsGroup):
     verify: bool = True
     """Verify every value's checksum while loading. Sizes and the manifest's own checksum always are."""
     damaged: Literal["stop", "previous"] = "stop"
-    """What to do if the newest checkpoint of ``run.dir`` is damaged: ``stop``, or rename it and resume from
-    the ``previous`` one."""
+    """Action if the newest checkpoint of ``run.dir`` is damaged: ``stop``, or rename it and resume from the
+    ``previous`` one."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """What to do if a checkpoint cannot be written (full disk, missing permission): ``stop``, or report it
-    and ``continue`` until the next one. The last one of a run must succeed."""
+    """Action if a checkpoint cannot be written (full disk, missing permission): ``stop``, or report it and
+    ``continue`` until the next one. The last one of a run must succeed."""
 
 
 class FaultSettings(SettingsGroup):
@@ -417,14 +419,14 @@ class FaultSettings(SettingsGroup):
     spike_window: Positive = 50
     """Number of losses whose median a loss is compared with."""
     on_spike: Literal["stop", "skip", "roll_back"] = "skip"
-    """What to do after a spike: as for ``not_finite``. The update of such a step is never applied."""
+    """Action after a spike: as for ``not_finite``. The update of such a step is never applied."""
     most: Positive = 10
     """Consecutive faults that are skipped or rolled back; one more stops the run. A streak ends with an
     update beyond the step that failed last."""
 
 
 class ProfileSettings(SettingsGroup):
-    """Which steps are profiled."""
+    """The steps that are profiled."""
 
     start: Positive = 10
     """First step, counted from 1."""
@@ -433,7 +435,7 @@ class ProfileSettings(SettingsGroup):
 
 
 class LogSettings(SettingsGroup):
-    """What is recorded."""
+    """The records of a run."""
 
     every: Positive = 1
     """Steps between lines of ``metrics.jsonl``."""

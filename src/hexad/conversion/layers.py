@@ -96,7 +96,6 @@ class Converted(ShardedModule):
         return "tensor" in declaration.weights[0].divided
 
     def _part(self, whole: Tensor, name: str, declaration: Parameter) -> Tensor:
-        """This rank's part of a whole tensor."""
         part = torch.zeros_like(self.get_parameter(name), dtype=whole.dtype, device=whole.device)
         return fill(part, whole, declaration, self.shard)
 

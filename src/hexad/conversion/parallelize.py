@@ -25,8 +25,8 @@ Module = TypeVar("Module", bound=nn.Module)
 HALVES = 2
 """Parts of a packed layer."""
 MISSING = {kind: {"**.mlp.act_fn": "partial"} for kind in ("apertus", "apertus1p5_text")}
-"""What the plans of ``transformers`` leave out, by type of model: parameters of an activation function, of
-which each rank sees its features."""
+"""Entries that the plans of ``transformers`` leave out, by type of model: parameters of an activation
+function, of which each rank sees its features."""
 
 
 def parallelize(module: Module, mesh: Mesh, plan: Mapping[str, str] | None = None) -> Module:
@@ -225,7 +225,6 @@ class _Work:
 
     @property
     def ranks(self) -> int:
-        """Tensor ranks."""
         return self.shard.tensor.size
 
     # What does not fit
@@ -304,7 +303,6 @@ class _Work:
     # What is done
 
     def carry_out(self) -> None:
-        """Convert the modules."""
         set_attributes(self.module, self.attributes)
         done: dict[Tensor, Parameter] = {}
         for entry in self.chosen:

@@ -82,8 +82,8 @@ def check_targets(data: Sequence[IndexedDataset]) -> None:
     Raises:
         HexadError: naming them.
     """
-    if not any(one.mask is None or one.mask.any(len(one.tokens)) for one in data):
-        names = ", ".join(one.prefix for one in data)
+    if not any(dataset.mask is None or dataset.mask.any(len(dataset.tokens)) for dataset in data):
+        names = ", ".join(dataset.prefix for dataset in data)
         raise HexadError(
             f"{names}: no token is trained, according to {mask_path(data[0].prefix).name}; build the data "
             "again, or choose other documents (data.split)"

@@ -37,7 +37,7 @@ def with_common_dtype(config: Config, mesh: Mesh) -> Config:
     hardware, else fp32. All ranks call this together."""
     if config.precision.dtype != "auto":
         return config
-    return with_dtype(config, merged(has_bf16(mesh.device), mesh.world, lambda one, other: one and other))
+    return with_dtype(config, merged(has_bf16(mesh.device), mesh.world, lambda first, other: first and other))
 
 
 def dtype_line(configured: Config, resolved: Config, mesh: Mesh) -> str | None:

@@ -134,7 +134,6 @@ class LatentMemory:
         return heads.restored(torch.bmm(weights, kept[..., : heads.kv_rank]))
 
     def _gathered(self, slots: np.ndarray) -> Tensor:
-        """The latent vectors at some slots."""
         device = self.latents.device
         return self.latents.index_select(0, streams.of(device).moved(torch.from_numpy(slots), device))
 

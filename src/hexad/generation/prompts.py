@@ -95,7 +95,6 @@ class PromptEncoder:
         return tuple(ids)
 
     def _rendered(self, prompt: Prompt, name: str) -> str:
-        """The text of a conversation."""
         check_messages("messages", prompt["messages"], f"``prompts``: {name}", self.template)
         if self.template is None:
             tokenizer = self._saved.config.data.tokenizer

@@ -325,7 +325,6 @@ def _near(here: Environment) -> Iterator[None]:
 
 
 def _loopback() -> str | None:
-    """The name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 

@@ -66,7 +66,6 @@ class _Agent(LocalElasticAgent):
 
     @property
     def restarts(self) -> int:
-        """Restarts made so far."""
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

@@ -201,7 +201,6 @@ def _answer(store: dist.Store, name: str, others: int) -> None:
 
 
 def _slurm_first_host() -> str:
-    """The first host of a SLURM job, or this host."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     if nodes:
         return first_host(nodes)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Where the layers of a rank add losses of their own, and count.
+    """Collects the additional losses and the counts of a rank's layers.
 
     A loss is averaged over the microbatches of the global batch. Ranks with other tokens of a microbatch
     (context ranks, and tensor ranks, among which a mixture of experts divides tokens) add their parts of it.

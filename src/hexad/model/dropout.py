@@ -43,7 +43,7 @@ class DropoutKey:
 
 
 class Site(IntEnum):
-    """Where in a layer something is dropped."""
+    """A place in a layer where elements are dropped."""
 
     EMBEDDING = 0
     ATTENTION = 1

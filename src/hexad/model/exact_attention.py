@@ -68,7 +68,6 @@ def _score_digits(k: Tensor) -> int:
 
 
 def _value_digits(dtype: torch.dtype) -> int:
-    """Binary digits of values."""
     return 24 if dtype == torch.float32 else 16
 
 

@@ -211,10 +211,10 @@ def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) ->
             settings[ours] = keys.above_zero(here, value)
     scales = values.get("mscale"), values.get("mscale_all_dim")
     if "attention_factor" not in settings and all(scales) and settings["factor"] > 1:
-        one, other = (
+        numerator, denominator = (
             0.1 * keys.above_zero(f"{name}.mscale", s) * log(settings["factor"]) + 1 for s in scales
         )
-        settings["attention_factor"] = one / other
+        settings["attention_factor"] = numerator / denominator
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Where each token stands: batch geometry, document boundaries, rotary angles."""
+"""Positions of tokens: batch geometry, document boundaries, rotary angles."""
 
 from __future__ import annotations
 

@@ -196,8 +196,6 @@ class _RecomputedTensor:
 
 
 class _PackedArgument:
-    """A kept argument."""
-
     def __init__(self, packed: Any) -> None:
         self._packed = packed
 

@@ -23,7 +23,7 @@ from .routing_inventory import RouterSpec
 
 
 class Routing(NamedTuple):
-    """Where a rank's tokens go.
+    """The experts of a rank's tokens.
 
     Attributes:
         experts: int64 ``[tokens, top_k]``, the likeliest first; the number of all experts for a pair that is

@@ -109,7 +109,6 @@ class _PackedArithmetic(Arithmetic):
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Product with a packed weight."""
         return _written(packed.product(x, weight, bias), out)
 
 
@@ -172,7 +171,6 @@ class _Exact(Arithmetic):
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """Product in exact arithmetic."""
         return _written(exact.product(x, weight, bias), out)
 
     def widened_product(self, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:

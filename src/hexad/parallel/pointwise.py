@@ -90,8 +90,6 @@ class _Call(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """One run of generated code."""
-
     code: Callable[..., Sequence[Tensor]]
     arguments: Sequence[Any]
     results: Sequence[Any]

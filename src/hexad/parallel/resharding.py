@@ -146,9 +146,9 @@ def _exchanged(values: Sequence[Any], axis: Axis) -> list[Any]:
     return [pickle.loads(part.numpy().tobytes()) for part in arrived.split(arriving)]
 
 
-def _appended(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+def _appended(first: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
     """Tuples by key, those of both behind each other."""
-    both = dict(one)
+    both = dict(first)
     for key, value in other.items():
         both[key] = both[key] + value if key in both else value
     return both

@@ -91,7 +91,6 @@ def _needed(resolved: Resolved) -> int:
 
 
 def _changes(config: Config, layout: Layout) -> Iterator[dict[str, Any]]:
-    """Changes to try."""
     parallel, memory = config.parallel, config.memory
     for zero in (0, 1, 2, 3):
         if zero != parallel.zero and layout.gradient_ranks > 1:

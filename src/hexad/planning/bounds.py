@@ -327,7 +327,7 @@ class Bounds:
         return self._grids[grid]
 
     def _measured(self, grid: LayerLayout) -> ModelTimes:
-        """What the whole model takes for a microbatch on one pipeline rank, by recompute."""
+        """Times of the complete model for a microbatch on one pipeline rank, by recompute."""
         config = self.choices.config(grid, PipelineLayout(1, 1, "1f1b", 0))
         layout = Layout.from_settings(config.parallel, self.choices.world)
         run = execution(_with_chunks(config, layout), layout)
@@ -346,8 +346,8 @@ class Bounds:
         )
 
     def of(self, grid: LayerLayout, choice: PipelineLayout, tight: bool = False) -> dict[str, RecomputeBound]:
-        """What a step takes at the least, by recompute: of stages as equal as whole layers allow, with the
-        schedule's bubble, in which as few layers recompute as may fit. Without those that do not fit.
+        """Lower bounds on the time of a step, by recompute: with stages as equal as whole layers allow, with
+        the schedule's bubble, in which as few layers recompute as may fit. Without those that do not fit.
 
         Args:
             grid, choice: the layout.
@@ -371,7 +371,7 @@ class Bounds:
         return bounds
 
     def _needs(self, grid: LayerLayout, choice: PipelineLayout) -> list[Needs]:
-        """What ranks need if the schedule is ``1f1b`` and as little as possible recomputes: the first one,
+        """The needs of ranks if the schedule is ``1f1b`` and as little as possible recomputes: the first one,
         and the second one, which may have more layers; none if that is refused."""
         plain = choice._replace(schedule="1f1b", virtual=1)
         if (grid, plain) not in self._needed:
@@ -392,12 +392,14 @@ class Bounds:
     def _share(self, grid: LayerLayout, choice: PipelineLayout, plain: PipelineLayout) -> float:
         """The first rank's layers, in those of a pipeline with one stage per rank; at most 1."""
         numbers = []
-        for one in (choice, plain):
-            stages = one.pipeline * stages_per_rank(one.schedule, one.virtual)
+        for variant in (choice, plain):
+            stages = variant.pipeline * stages_per_rank(variant.schedule, variant.virtual)
             with suppress(ConfigError):
-                layers = stage_layers(self.choices.config(grid, one), stages)
+                layers = stage_layers(self.choices.config(grid, variant), stages)
                 rank_stages = (
-                    range(0, stages, one.pipeline) if one.schedule not in V_SHAPED else (0, stages - 1)
+                    range(0, stages, variant.pipeline)
+                    if variant.schedule not in V_SHAPED
+                    else (0, stages - 1)
                 )
                 numbers.append(sum(len(layers[stage]) for stage in rank_stages))
         return min(1.0, numbers[0] / numbers[1]) if len(numbers) == 2 and numbers[1] else 0.0

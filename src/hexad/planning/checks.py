@@ -311,7 +311,7 @@ def _faults(config: Config) -> Iterator[ConfigError]:
 
 
 def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
-    """What a rank multiplies in 8 bits must be multiples of 16 in every size (cuBLASLt's condition)."""
+    """Problems of products in 8 bits, all of whose sizes must be multiples of 16 (cuBLASLt's condition)."""
     model, ffn = config.model, int(config.model.ffn_hidden)
     share = f" / parallel.tensor {tensor}" if tensor > 1 else ""
     context = config.parallel.context

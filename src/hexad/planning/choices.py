@@ -148,7 +148,7 @@ class Choices:
                 self.rejected["divisibility: batch.global"] += 1
                 continue
             levels = self._values("zero", [0, 1, 2, 3] if self.world > 1 else [0])
-            shardings = [one for zero in levels for one in self._shardings(grid, pipeline, zero)]
+            shardings = [candidate for zero in levels for candidate in self._shardings(grid, pipeline, zero)]
             for (name, virtual), sharding in product(self._schedules(pipeline, layers), shardings):
                 yield PipelineLayout(pipeline, virtual, name, *sharding)
 
@@ -256,7 +256,7 @@ class Choices:
         return with_batch(config, layout, microbatches * grid.micro * layout.degrees["data"])
 
     def parts(self, resolved: Resolved, rank: int) -> RankParts:
-        """What a pipeline rank holds, which depends neither on sharding nor on the microbatches."""
+        """The parts that a pipeline rank holds, which depend neither on sharding nor on the microbatches."""
         layout, plan = resolved.layout, resolved.plan
         degrees = layout.tensor, layout.expert, layout.expert_tensor, layout.pipeline
         key = rank, *degrees, tuple(plan.schedule.placement), plan.layers

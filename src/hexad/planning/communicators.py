@@ -47,7 +47,7 @@ def communicators(resolved: Resolved) -> tuple[Communicator, ...]:
         *_experts(config, inventory, layout),
         *_pipeline(resolved, inventory),
     )
-    return tuple(one for one in every if one.ranks > 1)
+    return tuple(communicator for communicator in every if communicator.ranks > 1)
 
 
 def _tensor(inventory: ModelInventory, layout: Layout) -> Iterator[Communicator]:

@@ -1,5 +1,5 @@
-"""What a GPU holds besides the tensors of a run: estimates, from measurements on one H100 (PyTorch 2.11). No
-torch."""
+"""The memory of a GPU besides the tensors of a run: estimates, from measurements on one H100 (PyTorch 2.11).
+No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from . import Resolved
 from .communicators import Communicator, communicators
 
 _RESERVED = 0.145
-"""What PyTorch's allocator keeps besides the tensors, as a part of their memory (77.7 GiB reserved, 67.9 in
-use)."""
+"""Memory that PyTorch's allocator keeps besides the tensors, as a part of their memory (77.7 GiB reserved,
+67.9 in use)."""
 _CONTEXT = 600 * 2**20
 """CUDA's context, and the kernels of its libraries."""
 _COMMUNICATOR = 500 * 2**20
@@ -63,7 +63,7 @@ HOST = DeviceMemory(0, 0, 0, 0)
 
 
 def device_memory(tensors: int, resolved: Resolved) -> DeviceMemory:
-    """What a rank needs on its device, given the peak of its tensors; a CPU has none but these."""
+    """The memory that a rank needs on its device, given the peak of its tensors; on a CPU only these."""
     if resolved.config.run.device == "cpu":
         return HOST._replace(tensors=tensors)
     return _with(tensors, communicators(resolved))
@@ -78,7 +78,7 @@ def least_device_memory(tensors: int, layout: Layout) -> DeviceMemory:
 
 
 def _with(tensors: int, used: Iterable[Communicator]) -> DeviceMemory:
-    buffers = sum(_EXCHANGE if one.exchanges else _COMMUNICATOR for one in used)
+    buffers = sum(_EXCHANGE if communicator.exchanges else _COMMUNICATOR for communicator in used)
     return DeviceMemory(0, 0, _CONTEXT, buffers).holding(tensors)
 
 
@@ -96,7 +96,7 @@ class DeviceRoom:
     _devices: dict[Any, DeviceMemory] = field(default_factory=dict, repr=False)
 
     def device(self, resolved: Resolved, tensors: int) -> DeviceMemory:
-        """What it holds with tensors of so many bytes."""
+        """The memory used with tensors of so many bytes."""
         settings = resolved.config.parallel
         key = resolved.layout, settings.zero, settings.replicas, settings.context_method
         if key not in self._devices:

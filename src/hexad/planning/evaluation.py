@@ -58,7 +58,7 @@ class Steps:
 
 
 class Memories:
-    """What the variants of a pipeline need. More sharding and more recompute need less."""
+    """The memory that the variants of a pipeline need. More sharding and more recompute need less."""
 
     def __init__(self, choices: Choices, room: DeviceRoom, resolved: Resolved) -> None:
         self._choices, self._room, self._resolved = choices, room, resolved

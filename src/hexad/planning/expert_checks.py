@@ -1,4 +1,4 @@
-"""What a mixture of experts needs of the other settings. No torch."""
+"""Checks of the settings that a mixture of experts needs. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hexad.parallel.expert.kinds import KINDS, unsupported
 
 
 def expert_problems(config: Config) -> Iterator[ConfigError]:
-    """What is wrong with experts and their degrees, each as an error that names field, value and fix."""
+    """Problems of experts and their degrees, each as an error that names field, value and fix."""
     moe, parallel = config.model.moe, config.parallel
     if moe is None:
         for name in ("expert", "expert_tensor"):
@@ -43,7 +43,7 @@ def expert_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def _dispatcher(config: Config, moe: MoeSettings) -> Iterator[ConfigError]:
-    """What the dispatcher needs of other settings, where there are other ranks."""
+    """Requirements of the dispatcher on other settings, where there are other ranks."""
     if moe.dispatcher == "auto" or config.parallel.expert * config.parallel.expert_tensor == 1:
         return
     for need in KINDS[moe.dispatcher].needs(config):
@@ -106,7 +106,7 @@ def _unused(moe: MoeSettings) -> Iterator[ConfigError]:
 
 
 def _arithmetic(config: Config, moe: MoeSettings) -> Iterator[ConfigError]:
-    """What cannot be computed with experts."""
+    """Problems of arithmetic that cannot be computed with experts."""
     parallel = config.parallel
     if config.run.compile == "full":
         yield ConfigError(

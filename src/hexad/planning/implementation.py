@@ -1,5 +1,5 @@
-"""What a training system fuses, overlaps and leaves exposed: few constants beside those of the hardware. No
-torch."""
+"""Properties of training systems, what they fuse, overlap and leave exposed: few constants beside those of
+the hardware. No torch."""
 
 from functools import cache
 from importlib import resources
@@ -86,10 +86,10 @@ class Implementation(SettingsGroup):
     logits: PositiveFloat = 6.0
     """Bytes of an element of the logits while the loss is computed, in all formats and copies."""
     fused_logits: PositiveFloat = 4.0
-    """The same where cross entropy is fused."""
+    """Bytes of an element of the logits where cross entropy is fused."""
     reports: Literal["allocated", "reserved", "device"] = "allocated"
-    """What its published memory is: the allocator's peak of tensors, or of blocks, or what the device's
-    tools show."""
+    """The meaning of its published memory: the allocator's peak of tensors, or of blocks, or what the
+    device's tools show."""
     dropout: bool = False
     """Models without gated layers are trained with dropout, of the stream and of scores."""
     transformer_engine: bool = False

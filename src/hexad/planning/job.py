@@ -1,4 +1,4 @@
-"""What a step's time depends on: a model in a layout, and how ranks compute it. No torch."""
+"""The facts on which a step's time depends: a model in a layout, and how ranks compute it. No torch."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KernelTimes:
+class Kernels:
     """Times of the kernels of one kind of device.
 
     Args:
@@ -216,11 +216,11 @@ class KernelTimes:
         values leave."""
         return elements * _HOST_UPDATE / (self.hardware.constants.host.update_gb_per_s * 1e9)
 
-    def beside_collective(self) -> KernelTimes:
-        """The same device while a collective takes some of its multiprocessors."""
+    def beside_collective(self) -> Kernels:
+        """Times of this device while a collective takes some of its multiprocessors."""
         hardware = self.hardware
         left = hardware.multiprocessors - int(hardware.constants.overlap.multiprocessors)
-        return KernelTimes(hardware, self.in_step, max(1, left))
+        return Kernels(hardware, self.in_step, max(1, left))
 
     def _step(self, seconds: float) -> float:
         return seconds * self.hardware.constants.overlap.step if self.in_step else seconds

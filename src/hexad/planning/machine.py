@@ -1,4 +1,4 @@
-"""What a run needs of the machine it starts on: packages, tokenizer and data. No torch: checked before any
+"""Checks of the machine that a run starts on: packages, tokenizer and data. No torch: checked before any
 process is started."""
 
 from importlib.util import find_spec

@@ -66,7 +66,7 @@ class MemoryPlan:
 
 
 class RankParts(NamedTuple):
-    """What a pipeline rank holds, whatever its sharding and recompute.
+    """The parts that a pipeline rank holds, whatever its sharding and recompute.
 
     Attributes:
         stages: by number.
@@ -86,8 +86,8 @@ class RankParts(NamedTuple):
 def predict(
     resolved: Resolved, rank: int, load: float | None = None, parts: RankParts | None = None
 ) -> MemoryPlan:
-    """What a rank (by its global number) needs when it needs the most; ``load`` as in :func:`execution`;
-    ``parts`` of the rank, if they are at hand."""
+    """The peak memory of a rank (by its global number); ``load`` as in :func:`execution`; ``parts`` of the
+    rank, if they are at hand."""
     short = shortened(resolved.plan.schedule)
     return _predict(resolved, rank, short, transfers(short.schedule, resolved.plan.costs), load, parts)
 

@@ -30,7 +30,7 @@ _IMBALANCE = 1.5
 """Rows of the fullest rank's experts, relative to an even load, where routing is not forced to be even:
 that of the first steps of Megatron-LM's tests."""
 _RESERVED = 1.1
-"""What PyTorch's allocator keeps, relative to the peak of tensors."""
+"""Memory that PyTorch's allocator keeps, relative to the peak of tensors."""
 
 
 def usable_bytes(case: Published) -> float:

@@ -396,7 +396,7 @@ def _schedule(row: Mapping[str, Any], layout: Layout) -> tuple[str, int]:
 
 
 _POINTWISE: Parts = frozenset({"norms", "rotated", "activations"})
-"""What costs no product."""
+"""Parts that cost no product."""
 _PARTS: dict[str, Part] = {
     "layernorm": "norms",
     "mla_up_proj": "mla_up",
@@ -406,7 +406,7 @@ _PARTS: dict[str, Part] = {
 
 
 def _recompute(row: Mapping[str, Any], model: ModelSettings) -> tuple[Recompute, bool, float]:
-    """What is recomputed, whether attention's core is, and the part of the products that is repeated."""
+    """The recompute of a row, whether attention's core is, and the part of the products that is repeated."""
     text = str(row.get("recompute") or "none").lower()
     if text.startswith(("none", "see perf_recipes")):
         return Recompute(), False, 0.0

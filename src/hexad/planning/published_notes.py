@@ -1,4 +1,4 @@
-"""What a published row's note and keys say about how it was computed, besides its layout. No torch."""
+"""Facts in a published row's note and keys about how it was computed, besides its layout. No torch."""
 
 from __future__ import annotations
 

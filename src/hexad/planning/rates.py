@@ -10,7 +10,7 @@ from hexad.topology.hardware.constants import Format
 
 from .implementation import Implementation
 from .job import Job
-from .kernels import KernelTimes
+from .kernels import Kernels
 from .links import Cluster, Group
 from .links import Collective as Kind
 
@@ -35,7 +35,7 @@ class RankRates:
     def __init__(self, job: Job, cluster: Cluster, implementation: Implementation) -> None:
         self.job, self.cluster, self.implementation = job, cluster, implementation
         constants = cluster.hardware.constants
-        self.kernels = KernelTimes(cluster.hardware, in_step=True)
+        self.kernels = Kernels(cluster.hardware, in_step=True)
         taken = constants.overlap.multiprocessors / cluster.hardware.multiprocessors
         self.taken = min(0.5, taken)
         host = constants.host

@@ -44,7 +44,7 @@ class SavedModel:
 
     @property
     def weights(self) -> Path | str:
-        """What :func:`hexad.checkpoint.base.load_model_weights` loads."""
+        """The source that :func:`hexad.checkpoint.base.load_model_weights` loads."""
         return self.source if hugging_face_directory(self.source) is not None else Path(self.source)
 
     @property

@@ -100,18 +100,18 @@ class Search:
 
     @cached_property
     def room(self) -> DeviceRoom:
-        """What fits on a GPU."""
+        """The memory of a GPU."""
         return DeviceRoom(self.capacity, self.base.run.device == "cpu")
 
     @cached_property
     def choices(self) -> Choices:
-        """What is searched."""
+        """The layouts that are searched."""
         cluster = self.cluster
         return Choices(self.base, cluster.gpus, cluster.domain_size, self.fixed, self.rejected)
 
     @cached_property
     def bounds(self) -> Bounds:
-        """What layouts take at the least."""
+        """Lower bounds on the time of layouts."""
         return Bounds(self.choices, self.cluster, self.room, self.system, self._memo)
 
     def best(self, top: int) -> list[Candidate]:
@@ -196,7 +196,6 @@ class Search:
         nbytes: int,
         exact: bool,
     ) -> None:
-        """Add a point."""
         parts = [f"tensor {grid.tensor}"]
         parts += [f"context {grid.context} {grid.method}"] if grid.context > 1 else []
         parts += [f"expert {grid.expert} x {grid.expert_tensor}"] if grid.expert > 1 else []

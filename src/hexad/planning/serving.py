@@ -1,5 +1,5 @@
-"""What generation needs on a rank, before anything is started: weights, a step's values, and how many
-tokens of key/value cache fit beside them; and what tokens cost. No torch.
+"""The memory that generation needs on a rank, before anything is started: weights, a step's values, and how
+many tokens of key/value cache fit beside them; and what tokens cost. No torch.
 
 Weights are counted in the number format of ``precision.dtype``. A step has ``inference.batch_tokens``
 tokens, of which context ranks compute a part each; ``inference.sequences`` of them have logits.
@@ -107,10 +107,12 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
     if capacity is not None and token_bytes:
         room = (capacity - parameters - step - logits) * inference.memory_part
         tokens = max(0, int(room) // token_bytes)
-    one, prompt = replace(run, length=1), replace(run, length=length)
+    decode_run, prompt = replace(run, length=1), replace(run, length=length)
     branches = [branch for block in stage.blocks for branch in block.parts]
-    decode = [product for branch in branches for product in branch.weight_products(one)]
-    decode += [] if stage.head is None else [stage.head.logits(one)]  # of the last token of a prompt only
+    decode = [product for branch in branches for product in branch.weight_products(decode_run)]
+    decode += (
+        [] if stage.head is None else [stage.head.logits(decode_run)]
+    )  # of the last token of a prompt only
     prefill = [product for block in stage.blocks for product in block.products(prompt)]
     return ServingPlan(
         pipeline,

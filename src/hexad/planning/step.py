@@ -443,11 +443,9 @@ class _Counted:
     """Transfers of nothing: what is under way is counted, not moved."""
 
     def send(self, message: None, peer: int, tag: int) -> _Counted:
-        """Start a transfer."""
         return self
 
     def receive(self, message: Message, peer: int, tag: int) -> _Counted:
-        """Start a transfer."""
         return self
 
     def wait(self) -> None:

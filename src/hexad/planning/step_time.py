@@ -268,7 +268,7 @@ class Predictor:
         else:
             update = rates.kernels.update(elements * job.update, 2 * buckets)
         everyone = Collective("", "pipeline", "all_reduce", 4), Collective("", "gradient", "all_reduce", 4)
-        norm = sum(rates.collective(one)[0] for one in everyone)
+        norm = sum(rates.collective(collective)[0] for collective in everyone)
         return update + norm + _NORM * rates.collective_seconds
 
     def _gathered(self, rank: int) -> float:

@@ -122,7 +122,6 @@ class _Player:
     aside: list[Product] = field(default_factory=list)
 
     def play(self, operations: Sequence[Operation]) -> None:
-        """Play operations, one after the other."""
         core: list[Product] = []
         for operation in operations:
             attention = isinstance(operation, Product) and operation.kernel == "attention"

@@ -242,5 +242,4 @@ class _Gathers:
             self.times[bucket] += 1
 
     def free(self, bucket: int) -> None:
-        """Release the values."""
         self._here.discard(bucket)

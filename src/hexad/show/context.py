@@ -148,8 +148,8 @@ class Division:
     @property
     def content(self) -> str:
         """The content of the microbatch as text: sequences, documents, window."""
-        it, lengths = self.slice, self.documents
-        text = f"{it.sequences:,} sequence{'s' * (it.sequences > 1)} of {it.length:,} tokens"
+        current, lengths = self.slice, self.documents
+        text = f"{current.sequences:,} sequence{'s' * (current.sequences > 1)} of {current.length:,} tokens"
         if self.source:
             span = f"{min(lengths):,} to {max(lengths):,}" if len(lengths) > 1 else f"{lengths[0]:,}"
             text += f", {len(lengths):,} document{'s' * (len(lengths) > 1)} of {span} tokens ({self.source})"
@@ -186,34 +186,35 @@ class Division:
 
 def context_json(division: Division) -> dict[str, Any]:
     """Numbers of all ranks; ``work`` is in pairs of query and key."""
-    it = division
     names = ("source", "target", "sent", "received")
     ranks = [
         {
             "rank": rank,
             "runs": [list(run) for run in runs],
-            "tokens": it.slice.share,
-            "work": it.work(rank),
+            "tokens": division.slice.share,
+            "work": division.work(rank),
             "received": received,
             "rounds": [{name: getattr(step, name) for name in names} for step in steps],
         }
-        for rank, (runs, received, steps) in enumerate(zip(it.slice.runs, it.received, it.rounds))
+        for rank, (runs, received, steps) in enumerate(
+            zip(division.slice.runs, division.received, division.rounds)
+        )
     ]
     balances = {
         balance: {"slowest_over_mean": slowest, "received": received, "received_over_all_gather": share}
-        for balance, slowest, received, share in it.comparisons
+        for balance, slowest, received, share in division.comparisons
     }
     return {
-        "method": it.method,
-        "balance": it.slicing.balance,
-        "ulysses": it.slicing.ulysses,
-        "window": it.slicing.window,
-        "sequences": it.slice.sequences,
-        "length": it.slice.length,
-        "documents": it.documents,
+        "method": division.method,
+        "balance": division.slicing.balance,
+        "ulysses": division.slicing.ulysses,
+        "window": division.slicing.window,
+        "sequences": division.slice.sequences,
+        "length": division.slice.length,
+        "documents": division.documents,
         "ranks": ranks,
-        "slowest_over_mean": it.slowest,
-        "received_over_all_gather": it.share_received,
+        "slowest_over_mean": division.slowest,
+        "received_over_all_gather": division.share_received,
         "balances": balances,
     }
 
@@ -225,20 +226,19 @@ _MOST_RUNS = 4
 
 def context_text(division: Division) -> RenderableType:
     """Tables of what ranks hold, of rounds and of balances."""
-    it = division
     parts: list[RenderableType] = [
-        Text(f"{it.title}: {it.how}", style="bold"),
-        it.content,
+        Text(f"{division.title}: {division.how}", style="bold"),
+        division.content,
         Text(),
-        _ranks(it),
+        _ranks(division),
     ]
-    if it.slice.ranks > MOST_RANKS:
-        parts.append(f"shown: the first {MOST_RANKS} of {it.slice.ranks:,} ranks; --json lists all")
-    if it.exchange_text:
-        parts += [Text(), it.exchange_text]
-    if it.comparisons:
-        parts += [Text(), *_rounds(it), Text(), _balances(it)]
-    return Group(*parts, Text(), it.verdict)
+    if division.slice.ranks > MOST_RANKS:
+        parts.append(f"shown: the first {MOST_RANKS} of {division.slice.ranks:,} ranks; --json lists all")
+    if division.exchange_text:
+        parts += [Text(), division.exchange_text]
+    if division.comparisons:
+        parts += [Text(), *_rounds(division), Text(), _balances(division)]
+    return Group(*parts, Text(), division.verdict)
 
 
 def _table(first: str, *numbers: str) -> Table:
@@ -249,26 +249,25 @@ def _table(first: str, *numbers: str) -> Table:
 
 
 def _ranks(division: Division) -> Table:
-    it = division
     table = _table("rank", "tokens", "runs", "work", "received")
     table.add_column("first to last token")
-    for rank, runs in enumerate(it.slice.runs[:MOST_RANKS]):
+    for rank, runs in enumerate(division.slice.runs[:MOST_RANKS]):
         places = ", ".join(f"{begin:,}-{end - 1:,}" for begin, end in runs[:_MOST_RUNS])
-        numbers = (f"{it.slice.share:,}", f"{len(runs):,}", f"{it.relative_work[rank]:.3f}")
+        numbers = (f"{division.slice.share:,}", f"{len(runs):,}", f"{division.relative_work[rank]:.3f}")
         more = ", ..." * (len(runs) > _MOST_RUNS)
-        table.add_row(str(rank), *numbers, f"{it.received[rank]:,}", f"{places}{more}")
+        table.add_row(str(rank), *numbers, f"{division.received[rank]:,}", f"{places}{more}")
     return table
 
 
 def _rounds(division: Division) -> list[RenderableType]:
     """A row per round: ranks send as many tokens or fewer, and wait for the one that receives the most."""
-    it, size = division, division.slicing.ulysses
+    size = division.slicing.ulysses
     table = _table("round", "to rank", "tokens sent: least", "mean", "most", "MiB, most")
-    for steps in list(zip(*it.rounds))[:_MOST_ROUNDS]:
+    for steps in list(zip(*division.rounds))[:_MOST_ROUNDS]:
         number, sent = steps[0].distance, [step.sent for step in steps]
         numbers = (f"{min(sent):,}", f"{sum(sent) / len(sent):,.0f}", f"{max(sent):,}")
-        table.add_row(str(number), f"+ {number * size}", *numbers, f"{max(sent) * it.pair / _MIB:,.2f}")
-    count = it.ring.ranks - 1
+        table.add_row(str(number), f"+ {number * size}", *numbers, f"{max(sent) * division.pair / _MIB:,.2f}")
+    count = division.ring.ranks - 1
     shown = f"; the first {_MOST_ROUNDS} of {count} rounds" if count > _MOST_ROUNDS else ""
     note = Text(f"keys and values of one layer, forward{shown}; backward sends twice as much", style="dim")
     return [table, note]
@@ -297,13 +296,13 @@ def context_figure(division: Division) -> Figure:
     import numpy as np
     from matplotlib.figure import Figure
 
-    it, slice_, ranks = division, division.slice, min(division.slice.ranks, MOST_RANKS)
-    figure = Figure((10.5, 2.2 + 0.3 * ranks), layout="constrained", label=it.title)
-    figure.suptitle(f"{it.title}: {it.how}", x=0.01, ha="left", size=12, weight="bold")
+    slice_, ranks = division.slice, min(division.slice.ranks, MOST_RANKS)
+    figure = Figure((10.5, 2.2 + 0.3 * ranks), layout="constrained", label=division.title)
+    figure.suptitle(f"{division.title}: {division.how}", x=0.01, ha="left", size=12, weight="bold")
     tokens = ((np.arange(_COLUMNS) + 0.5) * slice_.tokens / _COLUMNS).astype(np.int64)
     bounds = np.array(slice_.bounds)
     seen = tokens + 1 - bounds[np.searchsorted(bounds, tokens, side="right") - 1]
-    keys = np.minimum(seen, it.slicing.window or slice_.tokens)
+    keys = np.minimum(seen, division.slicing.window or slice_.tokens)
     tokens_held = np.full((ranks, _COLUMNS), np.nan)
     for row, runs in zip(tokens_held, slice_.runs):
         for begin, end in runs:
@@ -323,12 +322,12 @@ def context_figure(division: Division) -> Figure:
     if 0 < len(bounds) - 2 <= MOST_BOUNDARIES:
         axes.vlines(bounds[1:-1], -0.5, ranks - 0.5, color=PALETTE[5], linewidth=0.6)
         lines = "; lines: where a document begins"
-    axes.set_title("\n".join(filter(None, (it.content, it.exchange_text, it.verdict))))
+    axes.set_title("\n".join(filter(None, (division.content, division.exchange_text, division.verdict))))
     axes.set_xlabel(f"token{lines}{omitted}")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.spines[:].set_visible(False)
-    numbers = zip(range(ranks), it.relative_work, it.received)
+    numbers = zip(range(ranks), division.relative_work, division.received)
     right = axes.secondary_yaxis("right")
     right.set_yticks(range(ranks), [f"work {work:.3f}, received {count:,}" for _, work, count in numbers])
     right.spines[:].set_visible(False)

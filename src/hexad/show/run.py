@@ -258,6 +258,8 @@ def _label_steps(axes: Axes, name: str, steps: Sequence[int], values: Sequence[f
     every = -(-len(steps) // _MOST_TIPS) or 1
     points = list(zip(steps, values))[::every]
     shown = [step for step, _ in points]
-    bounds = [(one + other) / 2 for one, other in pairwise([-1, *shown, 2 * steps[-1]])] if points else []
+    bounds = (
+        [(before + other) / 2 for before, other in pairwise([-1, *shown, 2 * steps[-1]])] if points else []
+    )
     for (step, value), (left, right) in zip(points, pairwise(bounds)):
         tip(axes, left, right, 0, 1, f"step {step:,}: {name} {value:,.5g}", whole_height=True)

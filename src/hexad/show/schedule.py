@@ -68,8 +68,9 @@ class Chart:
     @property
     def title(self) -> str:
         """Heading of the chart: ``zb_v: pipeline 4, stages 8, microbatches 8``."""
-        it = self.timeline.schedule
-        return f"{it.name}: pipeline {it.pipeline}, stages {it.stages}, microbatches {it.microbatches}"
+        schedule = self.timeline.schedule
+        counts = f"stages {schedule.stages}, microbatches {schedule.microbatches}"
+        return f"{schedule.name}: pipeline {schedule.pipeline}, {counts}"
 
     @property
     def facts(self) -> str:

@@ -313,7 +313,6 @@ class Trainer:
         return due or metrics["skipped"] or "fault" in metrics or "validation_loss" in metrics
 
     def _step(self) -> tuple[StepResult, Metrics]:
-        """One step and its metrics."""
         before = self.mesh.sent_bytes()
         record = self.engine.step + 1 == self.config.log.timeline
         with self.profile.step(self.engine.step + 1), naming_operators():
@@ -405,7 +404,6 @@ class Trainer:
 
 
 def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets | None]:
-    """The loaders for training and validation."""
     with blaming("data.tokenizer"):
         tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocab(config, tokenizer.vocab_size)

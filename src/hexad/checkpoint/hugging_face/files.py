@@ -132,9 +132,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def other_settings(directory: Path | None, model_type: str) -> dict[str, Any]:
-    """What the ``config.json`` of a model of the same type has, without what :func:`special_tokens` reads,
-    and what is not true of other weights or follows from our settings: their format and quantization, how
-    positions are rotated, and each layer's kind (of as many layers as *that* model has)."""
+    """The keys of the ``config.json`` of a model of the same type, without those that :func:`special_tokens`
+    reads, and without what is not true of other weights or follows from our settings: their format and
+    quantization, how positions are rotated, and each layer's kind (of as many layers as *that* model has)."""
     path = directory / CONFIG_FILE if directory is not None else None
     if path is None or not path.is_file():
         return {}

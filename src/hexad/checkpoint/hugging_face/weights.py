@@ -38,7 +38,8 @@ SLICE_BYTES = 64 * 2**20
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LAYOUTS = (None, "pt", "mlx")
-"""What ``format`` in a file's header may be: matrices of others (``tf``, ``flax``) are transposed."""
+"""Values of ``format`` in a file's header that are read: matrices of others (``tf``, ``flax``) are
+transposed."""
 _WEIGHTS = {name: dtype for dtype, name in SAFETENSORS.items() if dtype.is_floating_point}
 """Formats of weights, by their names in safetensors."""
 
@@ -129,7 +130,6 @@ class HuggingFaceModel:
         return assembled(self._forms[name], rectangle, self._read, self.dtypes[name])
 
     def _read(self, part: PublishedTensor, rectangle: Rectangle) -> Tensor:
-        """A rectangle inside of one part."""
         place = part.place(rectangle)
         values = self._slice(part.name, place)
         if self._tied and rectangle.name == "embedding.weight":

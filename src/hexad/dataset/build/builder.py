@@ -295,7 +295,6 @@ def _encode(
     frame: _Frame,
     dtype: np.dtype[Any],
 ) -> _EncodedDocuments:
-    """Read and tokenize the documents of some pieces."""
     parts: list[NDArray[Any]] = []
     marks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
@@ -334,8 +333,8 @@ def _tokenized(
     batch: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     """The ids of each document's text, and which of them are trained: those with a trained character."""
-    plain = iter(tokenizer.encode_batch([one.text for one in batch if one.trained is None]))
-    marked = iter(tokenizer.encode_offsets([one.text for one in batch if one.trained is not None]))
+    plain = iter(tokenizer.encode_batch([entry.text for entry in batch if entry.trained is None]))
+    marked = iter(tokenizer.encode_offsets([entry.text for entry in batch if entry.trained is not None]))
     for document in batch:
         if document.trained is None:
             ids = next(plain)

@@ -56,12 +56,12 @@ def find_files(
     Raises:
         HexadError: an input does not exist, cannot be listed, or is a device or pipe, or nothing is found.
     """
-    found = InputFiles([], 0, 0, {})
+    input_files = InputFiles([], 0, 0, {})
     for path in map(Path, inputs):
         if os.path.isdir(path):
             entries = [(entry, entry.path.relative_to(path)) for entry in _walk(path)]
             if not entries:
-                found.unread[str(path)] = "an empty directory"
+                input_files.unread[str(path)] = "an empty directory"
         elif os.path.isfile(path):
             entries = [(_Entry(path), path)]
         elif os.path.exists(path):
@@ -71,21 +71,23 @@ def find_files(
         for entry, inside in entries:
             excluded = _matches(inside, exclude)
             if entry.hidden:
-                found = found._replace(hidden=found.hidden + 1)
+                input_files = input_files._replace(hidden=input_files.hidden + 1)
             elif entry.error is not None and not excluded:  # whatever is in it may be included
                 raise HexadError(
                     f"{entry.path}: cannot be read: {one_line(entry.error)} (``exclude`` leaves it out)"
                 )
             elif excluded or (include and not _matches(inside, include)):
-                found = found._replace(left_out=found.left_out + 1)
+                input_files = input_files._replace(left_out=input_files.left_out + 1)
             elif entry.problem is not None:
-                found.unread[str(entry.path)] = entry.problem
+                input_files.unread[str(entry.path)] = entry.problem
             else:
-                found.files.append(InputFile(entry.path, not os.path.isdir(path)))
-    if not found.files:
-        what = f"--include and --exclude leave out all there is, {counted(found.left_out, 'file')}"
-        raise HexadError(f"{', '.join(map(str, inputs))}: {what if found.left_out else 'no files found'}")
-    return found
+                input_files.files.append(InputFile(entry.path, not os.path.isdir(path)))
+    if not input_files.files:
+        what = f"--include and --exclude leave out all there is, {counted(input_files.left_out, 'file')}"
+        raise HexadError(
+            f"{', '.join(map(str, inputs))}: {what if input_files.left_out else 'no files found'}"
+        )
+    return input_files
 
 
 def listed(unread: Mapping[str, str], most: int = 8) -> str:

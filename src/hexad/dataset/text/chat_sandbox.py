@@ -245,7 +245,6 @@ def _budget(context: Context) -> Budget:
 
 
 def _passes(context: Context, items: Any, cost: int) -> Any:
-    """The items of a loop, each charged."""
     return _Passes(items, _budget(context), cost)
 
 

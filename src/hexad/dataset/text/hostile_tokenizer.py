@@ -154,7 +154,6 @@ def _steps(state: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _patterns(state: Any) -> Iterator[str]:
-    """The regular expressions in it."""
     for step in _steps(state):
         pattern = step.get("pattern")
         if isinstance(pattern, Mapping) and isinstance(pattern.get("Regex"), str):

@@ -483,7 +483,6 @@ def _unknown(backend: Any) -> int | None:
 
 
 def _steps(decoder: Any) -> Iterable[dict[str, Any]]:
-    """The steps of a decoder of ``tokenizer.json``."""
     if isinstance(decoder, dict):
         if decoder.get("type") == "Sequence":
             for step in decoder.get("decoders", ()):

@@ -156,7 +156,7 @@ class _Functions(TorchFunctionMode):
     def _backward(self, tensors: Any, grad_tensors: Any, **options: Any) -> None:
         """A backward pass in which this mode is active, as it is not while it handles a function."""
         roots, gradients = (
-            given if isinstance(given, tuple) else (given,) for given in (tensors, grad_tensors)
+            argument if isinstance(argument, tuple) else (argument,) for argument in (tensors, grad_tensors)
         )
         with self:
             _engine_run_backward(

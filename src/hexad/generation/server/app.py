@@ -268,7 +268,11 @@ class _Pages:
             answer = json_schema(asked[1])
             if answer is None or forced is not None:
                 raise ConfigError(asked[0], "found beside tools, which have another form; remove one")
-        if forced is not None or answer is not None or any(one.get("strict") for one in functions):
+        if (
+            forced is not None
+            or answer is not None
+            or any(definition.get("strict") for definition in functions)
+        ):
             listed = [function for function in functions if forced in (None, "", function["name"])]
             several = body.parallel_tool_calls is not False
             options: Any = {"forced": forced is not None, "several": several, "answer": answer}

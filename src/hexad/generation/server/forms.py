@@ -65,8 +65,8 @@ class CompletionForm:
         }
         if body.prompt_logprobs is not None:
             document["prompt_logprobs"] = [
-                None, *({str(token): {"logprob": value} for token, value in ((one.token, one.value),
-                        *one.top)} for one in text.scores or ())
+                None, *({str(token): {"logprob": value} for token, value in ((entry.token, entry.value),
+                        *entry.top)} for entry in text.scores or ())
             ]  # fmt: skip
         return document
 
@@ -168,10 +168,10 @@ class ChatForm:
             return None
         entries = [
             {
-                **_entry(one.label, one.value),
-                "top_logprobs": [_entry(label, value) for label, value in one.top],
+                **_entry(entry.label, entry.value),
+                "top_logprobs": [_entry(label, value) for label, value in entry.top],
             }
-            for one in named
+            for entry in named
         ]
         return {"content": entries, "refusal": None}
 
@@ -190,14 +190,16 @@ def _entry(label: Label, value: float | None) -> dict[str, Any]:
 def _columns(named: Sequence[_Named]) -> dict[str, Any]:
     """The log-probabilities of a completion."""
     return {
-        "tokens": [one.label.name for one in named],
-        "token_logprobs": [one.value for one in named],
+        "tokens": [entry.label.name for entry in named],
+        "token_logprobs": [entry.value for entry in named],
         # As at OpenAI, the token itself is among the most likely ones.
         "top_logprobs": [
-            {label.name: value for label, value in (*one.top, (one.label, one.value))} if one.top else None
-            for one in named
+            {label.name: value for label, value in (*entry.top, (entry.label, entry.value))}
+            if entry.top
+            else None
+            for entry in named
         ],
-        "text_offset": [one.offset for one in named],
+        "text_offset": [entry.offset for entry in named],
     }
 
 
@@ -253,7 +255,7 @@ class _Echo:
         # Encoding may change a text: places are those in the text that was given.
         (places,) = tokens.tokenizer.encode_offsets([prompt])
         begins = [*[0] * (len(text.prompt) - len(places.ids)), *places.begin.tolist()]
-        return cls(prompt, tuple(one._replace(offset=begin) for one, begin in zip(named, begins)))
+        return cls(prompt, tuple(entry._replace(offset=begin) for entry, begin in zip(named, begins)))
 
 
 class _Text:

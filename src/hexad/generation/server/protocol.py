@@ -145,7 +145,6 @@ class _Common(_WithSettings):
         return unknown
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that the request has."""
         return {name: value for name in _SAME_NAMES if (value := getattr(self, name)) is not None}
 
     @property
@@ -243,7 +242,6 @@ def _guided(kind: str) -> Any:
 
 
 def _grammar(field: str, kind: str, value: Any) -> str:
-    """The grammar that a value describes."""
     if kind == "json":
         try:
             return of_schema(schema_text(value))

@@ -70,14 +70,14 @@ class ToolFormat:
     def of(cls, template: ChatTemplate) -> ToolFormat | None:
         """The format of a template; None where it renders no tools, or calls of another form."""
         try:
-            one = _answer(template, 1)
+            one_call = _answer(template, 1)
         except HexadError:
             return None
         try:
-            two: str | None = _answer(template, 2)
+            two_calls: str | None = _answer(template, 2)
         except HexadError:  # a template may allow one call only
-            two = None
-        return _format(one, two)
+            two_calls = None
+        return _format(one_call, two_calls)
 
     def specials(self, specials: Mapping[str, int]) -> list[int]:
         """The ids of the special tokens that calls are written with, of those by their text."""
@@ -105,7 +105,11 @@ class ToolFormat:
         """The place behind what stands between calls, or behind the last."""
         pieces = [self.between, self.end, self.begin, "," if self.keys else "", "" if self.marker else ";"]
         pieces = [piece.strip() for piece in pieces if piece.strip()]
-        while (piece := next((one for one in pieces if text.startswith(one, _next(text, place))), "")) != "":
+        while (
+            piece := next(
+                (candidate for candidate in pieces if text.startswith(candidate, _next(text, place))), ""
+            )
+        ) != "":
             place = _next(text, place) + len(piece)
         return place
 
@@ -195,24 +199,24 @@ def _answer(template: ChatTemplate, calls: int) -> str:
     return text.removesuffix(end)
 
 
-def _format(one: str, two: str | None) -> ToolFormat | None:
+def _format(one_call: str, two_calls: str | None) -> ToolFormat | None:
     """The format of the answers with one call and with two."""
-    first = _Spelled.of(one, _NAMES[0])
+    first = _Spelled.of(one_call, _NAMES[0])
     if first is None:
         return None
-    keys = _keys(one, first.start, _NAMES[0]) if one[first.start] == "{" else None
-    after = re.sub(rf',\s*"[^"]*":\s*"{_ID}\d"', "", one[first.arguments[1] : first.stop])
-    between, end, several = "", one[first.stop :], False
-    if two is not None:
-        spelled = [_Spelled.of(two, name) for name in _NAMES]
+    keys = _keys(one_call, first.start, _NAMES[0]) if one_call[first.start] == "{" else None
+    after = re.sub(rf',\s*"[^"]*":\s*"{_ID}\d"', "", one_call[first.arguments[1] : first.stop])
+    between, end, several = "", one_call[first.stop :], False
+    if two_calls is not None:
+        spelled = [_Spelled.of(two_calls, name) for name in _NAMES]
         if spelled[0] is not None and spelled[1] is not None:
-            several, between = True, two[spelled[0].stop : spelled[1].start]
-            end = two[spelled[1].stop :]
-    before, middle = one[first.start : first.name[0]], one[first.name[1] : first.arguments[0]]
-    if keys is None and not one[: first.start].strip():  # calls could not be told from text
+            several, between = True, two_calls[spelled[0].stop : spelled[1].start]
+            end = two_calls[spelled[1].stop :]
+    before, middle = one_call[first.start : first.name[0]], one_call[first.name[1] : first.arguments[0]]
+    if keys is None and not one_call[: first.start].strip():  # calls could not be told from text
         return None
     return ToolFormat(
-        one[: first.start], before, middle, after, between, end.rstrip(), keys, several, first.spaced
+        one_call[: first.start], before, middle, after, between, end.rstrip(), keys, several, first.spaced
     )
 
 

@@ -163,7 +163,6 @@ def _arrivals(k: Tensor, v: Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
 
 
 def _start(packed: Tensor, round_: Round, axis: Axis) -> Pending:
-    """Start a round's messages."""
     message, out = _cut(packed, round_.send), packed.new_empty((round_.received, *packed.shape[1:]))
     return exchange_async(message, round_.target, out, round_.source, axis, 2 * round_.distance)
 
@@ -194,7 +193,8 @@ class _Returns:
             self._gathered = torch.zeros(shape, dtype=k.dtype, device=k.device)
 
     def place(self, round_: Round) -> Tensor:
-        """Where a round's gradients are added, ``[tokens, heads of keys and of values, width]``."""
+        """The tensor to which a round's gradients are added, ``[tokens, heads of keys and of values,
+        width]``."""
         if round_.distance == 0:
             return self._total
         return self._total.new_zeros((round_.received, *self._total.shape[1:]))

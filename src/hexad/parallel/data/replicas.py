@@ -98,12 +98,14 @@ def _hash(values: Tensor) -> Tensor:
     return total
 
 
-def _merge(one: Differences, other: Differences) -> Differences:
+def _merge(differences: Differences, other: Differences) -> Differences:
     """The differences that two sets of ranks have found: of the first weights by name, the values that the
     lowest ranks have."""
     both: Differences = {}
-    for rectangle in sorted(one.keys() | other.keys(), key=lambda r: (r.name, r.offset))[:_MOST_WEIGHTS]:
-        values = dict(one.get(rectangle, {}))
+    for rectangle in sorted(differences.keys() | other.keys(), key=lambda r: (r.name, r.offset))[
+        :_MOST_WEIGHTS
+    ]:
+        values = dict(differences.get(rectangle, {}))
         for value, (count, ranks) in other.get(rectangle, {}).items():
             before, lowest = values.get(value, (0, ()))
             values[value] = before + count, tuple(sorted(lowest + ranks)[:_MOST_RANKS])

@@ -272,7 +272,6 @@ class _Clock:
         self.tick()
 
     def tick(self) -> None:
-        """Record the time."""
         if self._events is None:
             self._seconds.append(time.perf_counter())
             return

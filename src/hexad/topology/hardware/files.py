@@ -82,8 +82,6 @@ def read_hardware(name: str | Path) -> Hardware:
 
 
 class _HardwareWording(Wording):
-    """Errors of hardware files."""
-
     forms = {
         "names": ("[name, ...]", "a name"),
         "capability": ("[major, minor]", "an integer"),

@@ -39,7 +39,7 @@ from facts import facts
 from hexad.checkpoint.directory import CheckpointDirectory, write_manifest
 from hexad.checkpoint.index import FileRecord, Index, Need
 from hexad.checkpoint.manifest import manifest_checksum, read_manifest
-from hexad.checkpoint.tensor_file import Part, TensorFile, block_count
+from hexad.checkpoint.tensor_file import FilePart, TensorFile, block_count
 from hexad.comm.agreement import _lowest
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle
@@ -99,7 +99,7 @@ def held(layout: Layout, rank: int) -> list[Rectangle]:
 
 
 @lru_cache(2 * HOST)
-def written(layout: Layout, rank: int) -> list[Part]:
+def written(layout: Layout, rank: int) -> list[FilePart]:
     """What a rank writes, in float32: of what the tensor ranks hold alike, the first writes all."""
     first = layout.group(rank, "tensor")[0] == rank
     rectangles = held(layout, rank)
@@ -107,7 +107,7 @@ def written(layout: Layout, rank: int) -> list[Part]:
         rectangle for rectangle in rectangles if first or not rectangle.name.endswith("norm.weight")
     ]
     return [
-        Part(rectangle.named(f"{kind}.{rectangle.name}"), torch.float32)
+        FilePart(rectangle.named(f"{kind}.{rectangle.name}"), torch.float32)
         for kind in KINDS
         for rectangle in rectangles
     ]

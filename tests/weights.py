@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hexad.checkpoint.index import Index
-from hexad.checkpoint.tensor_file import Chunk, Part, TensorFile, to_write, write_shard
+from hexad.checkpoint.tensor_file import Chunk, FilePart, TensorFile, to_write, write_shard
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 
@@ -48,7 +48,7 @@ def written(directory: Path, held: Sequence[Sequence[Chunk]], hosts: Sequence[in
     # The last rank is the first to write: none waits for another.
     for rank in reversed(range(len(held))):
         near = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        parts = {other: [Part(c.rectangle, c.tensor.dtype) for c in mine[other]] for other in near}
+        parts = {other: [FilePart(c.rectangle, c.tensor.dtype) for c in mine[other]] for other in near}
         file = TensorFile.of_host(rank, parts)
         records[rank] = write_shard(directory, file, (chunk.tensor for chunk in mine[rank]))
     return reduce(Index.merge, [records[rank] for rank in sorted(records)], Index.empty({}))

@@ -14,7 +14,7 @@ from hexad.model.attention_kernels import AttentionKernel
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute_inventory import NOTHING, Recompute
 from hexad.model.transformer import build_stages
-from hexad.parallel.data.bucket_plan import Held
+from hexad.parallel.data.bucket_plan import HeldParameter
 from hexad.parallel.inventory import Execution
 from hexad.parallel.sharding import Shard, declared_parameters, initialise
 from hexad.planning import resolve
@@ -246,7 +246,9 @@ def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -
         stages = build_stages(resolved.config.model, shard, plan.layers, plan.schedule.placement, rank)
         number = {p: n for n, stage in reversed(list(stages.items())) for p in stage.parameters()}
         real = [
-            Held.of(number[declared.parameter], declared.declaration, declared.positions, declared.uses)
+            HeldParameter.of(
+                number[declared.parameter], declared.declaration, declared.positions, declared.uses
+            )
             for declared in declared_parameters(*stages.values())
         ]
         assert rank_parameters(rank_stages(resolved, rank), layout) == real

@@ -14,7 +14,7 @@ from hexad.config import ConfigError
 from hexad.model import recompute as recomputation
 from hexad.model.configuration import build_config, load_config
 from hexad.model.dropout import DropoutKey
-from hexad.model.recompute_inventory import SELECTIVE, WHOLE, Part, Recompute
+from hexad.model.recompute_inventory import SELECTIVE, WHOLE, Recompute, RecomputedPart
 from hexad.model.transformer import Transformer
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters, initialise
@@ -44,13 +44,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "train": ["*"],
     },
 }
-PARTS: tuple[Part, ...] = ("norms", "moe_act", "mla_up")
+PARTS: tuple[RecomputedPart, ...] = ("norms", "moe_act", "mla_up")
 OF_MODEL = {name: {"norms"} | ({"moe_act"} if "moe" in model else set()) for name, model in MODELS.items()}
 for _name in ("deepseek_v2", "deepseek_v3"):
     OF_MODEL[_name].add("mla_up")
 
 
-def parts_of(*parts: Part) -> Recompute:
+def parts_of(*parts: RecomputedPart) -> Recompute:
     return Recompute(parts=frozenset(parts))
 
 
@@ -145,10 +145,10 @@ def test_only_projections_of_latent_vectors_repeat_products() -> None:
     assert again == 2 * 2 * tokens * weights
 
 
-def _scaled_again(part: Part) -> Callable[..., Any]:
+def _scaled_again(part: RecomputedPart) -> Callable[..., Any]:
     """In place of :func:`recomputable`: what is recomputed of the part is not what was there."""
 
-    def recomputable(of: Part, function: Callable[..., Any], *arguments: Any) -> Any:
+    def recomputable(of: RecomputedPart, function: Callable[..., Any], *arguments: Any) -> Any:
         calls = 0
 
         def changing(*arguments: Any) -> Any:
@@ -169,7 +169,7 @@ def _scaled_again(part: Part) -> Callable[..., Any]:
     ("part", "name"), [(part, name) for name, parts in OF_MODEL.items() for part in PARTS if part in parts]
 )
 def test_a_part_that_is_recomputed_wrongly_is_noticed(
-    part: Part, name: str, monkeypatch: pytest.MonkeyPatch
+    part: RecomputedPart, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is also: it is recomputed, and used."""
     wanted = gradients(name, Recompute())

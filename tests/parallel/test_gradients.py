@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.parallel.contributions import Contribution, Dense, EmbeddingRows, WeightGradient, widening_products
-from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
+from hexad.parallel.data.bucket_plan import BucketPlan, HeldParameter, plan_buckets
 from hexad.parallel.data.ordering import Rounds
 from hexad.parallel.inventory import Parameter, Weight
 
@@ -86,7 +86,7 @@ class _Recorded:
 
 def _plans(zero: int) -> list[BucketPlan]:
     weights = [Weight(f"layers.{n}.weight", (8, 8), unit=f"layers.{n}") for n in range(5)]
-    held = [Held.of(0, Parameter(weight.name, (weight,)), {}) for weight in weights]
+    held = [HeldParameter.of(0, Parameter(weight.name, (weight,)), {}) for weight in weights]
     return plan_buckets(held, 4 * 64, 4, zero, {"dense": 2})
 
 

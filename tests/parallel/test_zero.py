@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.parallel.data.bucket_plan import Held, plan_buckets
+from hexad.parallel.data.bucket_plan import HeldParameter, plan_buckets
 from hexad.parallel.inventory import Parameter, Weight
 from hexad.parallel.pipeline.executor import _Walk
 from hexad.parallel.sharding import declared_parameters
@@ -321,7 +321,7 @@ def test_gradients_that_are_not_kept_wait_for_w_as_a_whole(pool: Pool) -> None:
 
 
 def test_a_bucket_is_a_multiple_of_its_shards() -> None:
-    held = [Held.of(0, Parameter(f"p{n}", (Weight(f"p{n}", (n,)),)), {}) for n in (1, 32, 33)]
+    held = [HeldParameter.of(0, Parameter(f"p{n}", (Weight(f"p{n}", (n,)),)), {}) for n in (1, 32, 33)]
     for shards, size in ((1, 128), (3, 192)):
         (bucket,) = plan_buckets(held, 1e9, 4, 1, {"dense": shards})
         assert bucket.elements == (33, 32, 1) and bucket.offsets == (0, 64, 96)

@@ -8,11 +8,11 @@ import pytest
 
 from hexad.parallel.pipeline.schedule import Schedule, ScheduleError, looped, v_shaped
 from hexad.parallel.pipeline.schedules import build_schedule
-from hexad.parallel.pipeline.schedules.auto import Placement, named, placements, search
+from hexad.parallel.pipeline.schedules.auto import StageRanks, named, placements, search
 from hexad.parallel.pipeline.simulate import Costs, peak_memory, simulate
 from hexad.parallel.pipeline.validate import validate
 
-Case = tuple[int, int, int, float | None, Callable[[Placement], Costs | None]]
+Case = tuple[int, int, int, float | None, Callable[[StageRanks], Costs | None]]
 
 PARTS = 6
 """Finest parts of a rank's share in random costs; 1, 2 and 3 stages per rank divide them."""
@@ -28,7 +28,7 @@ def random_case(rng: Random) -> Case:
     parts = [1 + spread * rng.uniform(-1, 1) for _ in range(PARTS * pipeline)]
     uneven_memory, missing = rng.random() < 0.3, rng.random() < 0.1
 
-    def costs(placement: Placement) -> Costs | None:
+    def costs(placement: StageRanks) -> Costs | None:
         stages = len(placement)
         if missing and placement == v_shaped(pipeline) != looped(pipeline, 2):
             return None

@@ -24,7 +24,7 @@ from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .manifest import Manifest, check_size
 from .reader import chosen, load
-from .tensor_file import Chunk, Part, TensorFile, to_write, write_shard
+from .tensor_file import Chunk, FilePart, TensorFile, to_write, write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class Checkpointer:
         self._saving: Future[None] | None = None
         self._last = False
         self._copies = _Copies(mesh.device)
-        self._parts: list[Part] | None = None  # of this rank in the last checkpoint
+        self._parts: list[FilePart] | None = None  # of this rank in the last checkpoint
         self._together: TensorFile | None = None  # to which they belong
 
     def save(
@@ -195,7 +195,7 @@ class Checkpointer:
             copied()
         step = progress["step"]
         directory = self._on_first(lambda: self.directory.begin(step), step)
-        file = self._file([Part(chunk.rectangle, chunk.tensor.dtype) for chunk in chunks])
+        file = self._file([FilePart(chunk.rectangle, chunk.tensor.dtype) for chunk in chunks])
         mine = _Written(Index.empty({}), dict(shapes))
         try:
             mine = mine._replace(files=write_shard(directory, file, (chunk.tensor for chunk in chunks)))
@@ -228,7 +228,7 @@ class Checkpointer:
 
         self._on_first(commit, step)
 
-    def _file(self, parts: list[Part]) -> TensorFile:
+    def _file(self, parts: list[FilePart]) -> TensorFile:
         """The tensor file that the ranks of this host write together. Hosts have a file each: clients of a
         network file system may undo each other's changes to one file."""
         same = among_neighbours(parts == self._parts, self._axis)

@@ -110,7 +110,7 @@ def block_count(sizes: Sequence[int], itemsize: int) -> int:
     return -(-(sizes[0] if sizes else 1) // rows_per_block(sizes, itemsize))
 
 
-Entry = tuple[str, torch.dtype, tuple[int, ...]]
+TensorEntry = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor in a file."""
 
 
@@ -131,7 +131,7 @@ class TensorFileWriter:
     def __init__(
         self,
         path: Path,
-        tensors: Sequence[Entry],
+        tensors: Sequence[TensorEntry],
         metadata: Mapping[str, str] | None = None,
         written: slice | None = None,
     ) -> None:
@@ -208,7 +208,7 @@ def _beside_others(path: str, flags: int) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
 
-def _nbytes(tensor: Entry) -> int:
+def _nbytes(tensor: TensorEntry) -> int:
     _, dtype, shape = tensor
     return math.prod(shape) * dtype.itemsize
 
@@ -222,7 +222,7 @@ def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
             yield min(step, rows - row) * width
 
 
-def _header(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """The header of a file, length and JSON: padded with spaces, so that values are aligned to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
@@ -237,7 +237,7 @@ def _header(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A rectangle in a file."""
 
     rectangle: Rectangle
@@ -261,11 +261,11 @@ class TensorFile:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     own: slice
 
     @classmethod
-    def of_host(cls, rank: int, parts: Mapping[int, Sequence[Part]]) -> TensorFile:
+    def of_host(cls, rank: int, parts: Mapping[int, Sequence[FilePart]]) -> TensorFile:
         """The file that some ranks of a host write, named by the first; ``parts``: of each, by rank."""
         ranks = sorted(parts)
         before = sum(len(parts[other]) for other in ranks if other < rank)

@@ -36,7 +36,7 @@ from .index import FileRecord, Index
 from .kept_tokenizer import FOLDER, keep_files, tokenizer_files_of
 from .merged import StoredWeights, opened_weights, published_weights
 from .reader import Checkpoint
-from .tensor_file import Part, TensorFile, write_shard
+from .tensor_file import FilePart, TensorFile, write_shard
 
 _SETTINGS = ("model.moe", "run.seed")
 
@@ -196,7 +196,7 @@ def _written(dense: StoredWeights, config: Config, directory: Path) -> Index:
         for name, whole in wholes.items()
         for part in read_slices(whole, 8)
     )
-    parts = [Part(whole.named(f"model.{name}"), dtypes[name]) for name, whole in wholes.items()]
+    parts = [FilePart(whole.named(f"model.{name}"), dtypes[name]) for name, whole in wholes.items()]
     return write_shard(directory, TensorFile.of_host(0, {0: parts}), values)
 
 

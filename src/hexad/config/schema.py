@@ -54,11 +54,11 @@ class RunSettings(SettingsGroup):
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-Source = Name | list[tuple[PositiveFloat, Name]]
+DataSource = Name | list[tuple[PositiveFloat, Name]]
 """A prefix, or a blend."""
 
 
-def prefixes(source: Source | None) -> list[str]:
+def prefixes(source: DataSource | None) -> list[str]:
     """The data sets of a setting: a prefix, or a blend."""
     return [source] if isinstance(source, str) else [prefix for _, prefix in source or ()]
 
@@ -66,9 +66,9 @@ def prefixes(source: Source | None) -> list[str]:
 class DataSettings(SettingsGroup):
     """The sources of samples."""
 
-    train: Source | None = None
+    train: DataSource | None = None
     """A ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
-    validation: Source | dict[Name, Source] | None = None
+    validation: DataSource | dict[Name, DataSource] | None = None
     """Like ``train``, for evaluation; or several sets by name, ``{web: prefix, code: prefix}``."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
     """Proportions of ``train``'s documents for training, validation and testing, as Megatron-LM's
@@ -113,7 +113,7 @@ class DataSettings(SettingsGroup):
         return "no" if value is False else value  # as YAML reads it
 
     @property
-    def validation_sets(self) -> dict[str, Source]:
+    def validation_sets(self) -> dict[str, DataSource]:
         """Name -> data of every validation set; one without a name is called ``validation``. A part of the
         training data (:meth:`part`) is named like these."""
         if isinstance(self.validation, dict):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hexad.config import HexadError
 from hexad.engine.modules import Tie
 
-from .stages import Loss, Split, call, divided, loss_of
+from .stages import Split, StageLoss, call, divided, loss_of
 
 
 @dataclass
@@ -151,7 +151,7 @@ class CutModel:
         return divided(self._listed, self.layers, split, stages, after)
 
     def stage(
-        self, parts: Sequence[range], number: int, loss: Loss | None
+        self, parts: Sequence[range], number: int, loss: StageLoss | None
     ) -> tuple[nn.Module, Callable[[Any, Any], Any]]:
         """(the copy of the model that computes one stage's layers, besides what is not its own; what that
         passes on, of the last one the loss, of a microbatch and the result of the stage before)."""
@@ -215,7 +215,9 @@ def _has(module: nn.Module, name: str) -> bool:
     return True
 
 
-def _passed(stage: nn.Module, here: _Here, loss: Loss | None, batch: Any, message: Tensor | None) -> Tensor:
+def _passed(
+    stage: nn.Module, here: _Here, loss: StageLoss | None, batch: Any, message: Tensor | None
+) -> Tensor:
     """Run a stage on a microbatch and the result of the stage before; returns the result of its layers, or in
     the last stage the loss."""
     here.message = message

@@ -20,7 +20,7 @@ from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 
 from .cut import CutModel
-from .stages import LayerStage, Loss, Split, call, divided, free, loss_of
+from .stages import LayerStage, Split, StageLoss, call, divided, free, loss_of
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def pipeline(
     layers: str | None = None,
     before: Iterable[str] = (),
     after: Iterable[str] = (),
-    loss: Loss | None = None,
+    loss: StageLoss | None = None,
     boundary: Callable[[Any], tuple[int, ...]] | None = None,
     schedule: str = "1f1b",
     virtual_stages: int = 1,
@@ -154,7 +154,7 @@ def pipelined_layers(
     layers: Sequence[nn.Module],
     mesh: Mesh,
     first: Callable[[nn.Module, Any], Any],
-    loss: Loss | None,
+    loss: StageLoss | None,
     boundary: Callable[[Any], Sequence[int]] | None,
     schedule: str,
     virtual_stages: int,

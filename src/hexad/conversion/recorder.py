@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import layers
-from .sizes import Gradient, Misfit, Operand, Operation, Parts, Shape
+from .sizes import DividedDims, Gradient, Misfit, Operand, Shape, ShardedOperation
 
 UNRECORDED = frozenset("clone detach alias lift_fresh _to_copy contiguous".split())
 """Operations that return the same elements, and that may be left out where a tensor is contiguous."""
@@ -69,7 +69,7 @@ class OperationRecorder(TorchDispatchMode):
         self.calls: list[RecordedOperation] = [] if reference is None else reference
         self._compares, self._plan = reference is not None, plan
         self.place, self._paused = 0, False
-        self._states: dict[Any, tuple[Parts, Gradient]] = {}
+        self._states: dict[Any, tuple[DividedDims, Gradient]] = {}
         self._alive: list[Tensor] = []
         self._modules: list[str] = [""]
 
@@ -138,7 +138,7 @@ class OperationRecorder(TorchDispatchMode):
             raise Misfit(f"found {name} of {len(tensors)} tensors to {len(shapes)}, expected {expected}")
         operands = [self._operand(tensor, whole) for tensor, whole in zip(tensors, call.operands)]
         pairs = list(zip(call.results, shapes))
-        operation = Operation(name, pointwise, operands, call.values, values, pairs, self._plan.ranks)
+        operation = ShardedOperation(name, pointwise, operands, call.values, values, pairs, self._plan.ranks)
         for tensor, operand in zip(results, operation.results()):
             self.mark(tensor, operand.parts, operand.gradient)
         self.place += 1
@@ -169,11 +169,11 @@ class OperationRecorder(TorchDispatchMode):
             raise Misfit(f"found the operation {name}{self.expected() or ', expected none'}")
         return self.calls[self.place]
 
-    def state(self, tensor: Tensor) -> tuple[Parts, Gradient]:
+    def state(self, tensor: Tensor) -> tuple[DividedDims, Gradient]:
         """The divided dims of a tensor, and its gradient."""
         return self._states.get(_key(tensor), ({}, "none"))
 
-    def mark(self, tensor: Tensor, parts: Parts, gradient: Gradient) -> None:
+    def mark(self, tensor: Tensor, parts: DividedDims, gradient: Gradient) -> None:
         """Record them; the tensor is kept, so that no other one gets its address."""
         self._alive.append(tensor)
         self._states[_key(tensor)] = parts, gradient
@@ -286,7 +286,7 @@ class LayerStyles:
     sequence: bool
     divide: Callable[[nn.Module], None]
 
-    def of_layer(self, style: str, dims: int) -> tuple[Parts | None, Parts]:
+    def of_layer(self, style: str, dims: int) -> tuple[DividedDims | None, DividedDims]:
         """Divided dims of the inputs and of the result, which has ``dims``; None: any."""
         if style == "all_reduce":
             return None, {}

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 Shape = tuple[int, ...]
-Parts = Mapping[int, int]
+DividedDims = Mapping[int, int]
 """Divided dim -> its parts."""
 Gradient = Literal["none", "whole", "summed"]
 """Gradient of a tensor that all ranks have: it needs none; each rank must compute all of it; each must
@@ -36,12 +36,12 @@ class Operand:
 
     whole: Shape
     local: Shape
-    parts: Parts = field(default_factory=dict)
+    parts: DividedDims = field(default_factory=dict)
     gradient: Gradient = "none"
 
 
 @dataclass(frozen=True)
-class Operation:
+class ShardedOperation:
     """A call of an operation in both models.
 
     Attributes:
@@ -124,12 +124,12 @@ def divided_dims(whole: Shape, local: Shape, ranks: int) -> list[int]:
     return dims
 
 
-Rule = Callable[[Operation, int], Parts]
+SizeRule = Callable[[ShardedOperation, int], DividedDims]
 """The parts of a result, by its number."""
 
 
 def _moved(
-    operation: Operation, number: int, places: Iterable[tuple[Operand, Mapping[int, int]]]
+    operation: ShardedOperation, number: int, places: Iterable[tuple[Operand, Mapping[int, int]]]
 ) -> dict[int, int]:
     """The parts of a result to which dims of operands move; a divided one must be somewhere in the result."""
     parts: dict[int, int] = {}
@@ -140,7 +140,7 @@ def _moved(
     return parts
 
 
-def _by_place(operation: Operation, number: int) -> Parts:
+def _by_place(operation: ShardedOperation, number: int) -> DividedDims:
     """Broadcast operands: those with a divided dim must not meet others that have all of it."""
     dims = len(operation.shapes[number][0])
     aligned = [
@@ -157,7 +157,7 @@ def _by_place(operation: Operation, number: int) -> Parts:
     return parts
 
 
-def _along(operation: Operation, number: int) -> Parts:
+def _along(operation: ShardedOperation, number: int) -> DividedDims:
     """An operation along dims (softmax, sums, norms, sorting), none of which may be divided; of any other
     operation the results are divided as the operands are."""
     if not operation.operands:
@@ -177,7 +177,7 @@ def _along(operation: Operation, number: int) -> Parts:
     return parts
 
 
-def _dims(operation: Operation, count: int) -> set[int]:
+def _dims(operation: ShardedOperation, count: int) -> set[int]:
     """The dims along which an operation computes."""
     if "normalized_shape" in operation.whole:
         return set(range(count - len(operation.whole["normalized_shape"]), count))
@@ -189,7 +189,7 @@ def _dims(operation: Operation, count: int) -> set[int]:
     return {dim % count for dim in value if count}
 
 
-def _view(operation: Operation, number: int) -> Parts:
+def _view(operation: ShardedOperation, number: int) -> DividedDims:
     """Divided dims of a result that has the same elements in the same order."""
     (operand,) = operation.operands
     (whole, local), parts = operation.shapes[number], {}
@@ -226,7 +226,7 @@ def _groups(before: Shape, after: Shape) -> list[tuple[range, range]]:
     return groups
 
 
-def _permuted(operation: Operation, number: int) -> Parts:
+def _permuted(operation: ShardedOperation, number: int) -> DividedDims:
     (operand,) = operation.operands
     order = list(range(len(operand.whole)))
     if operation.name == "permute":
@@ -237,7 +237,7 @@ def _permuted(operation: Operation, number: int) -> Parts:
     return _moved(operation, number, [(operand, {dim: place for place, dim in enumerate(order)})])
 
 
-def _repeated(operation: Operation, number: int) -> Parts:
+def _repeated(operation: ShardedOperation, number: int) -> DividedDims:
     """Values that are repeated: any number of times where all ranks have them, in parts of a rank's own."""
     (operand,) = operation.operands
     whole, local = operation.shapes[number]
@@ -260,7 +260,7 @@ def _repeated(operation: Operation, number: int) -> Parts:
     return parts
 
 
-def _cut(operation: Operation, number: int) -> Parts:
+def _cut(operation: ShardedOperation, number: int) -> DividedDims:
     """A run of a dim: of a divided one it must have complete parts."""
     (operand,) = operation.operands
     dim = operation.whole["dim"] % len(operand.whole)
@@ -286,7 +286,7 @@ def _cut(operation: Operation, number: int) -> Parts:
     return {**parts, dim: whole[dim] // run}
 
 
-def _start(operation: Operation, number: int, dim: int, side: int) -> int:
+def _start(operation: ShardedOperation, number: int, dim: int, side: int) -> int:
     """The first index of a run, on one process or on a rank."""
     arguments = (operation.whole, operation.local)[side]
     size = (operation.operands[0].whole, operation.operands[0].local)[side][dim]
@@ -298,7 +298,7 @@ def _start(operation: Operation, number: int, dim: int, side: int) -> int:
     return sum(shapes[side][dim] for shapes in operation.shapes[:number])
 
 
-def _joined(operation: Operation, number: int) -> Parts:
+def _joined(operation: ShardedOperation, number: int) -> DividedDims:
     """One tensor behind the other; those of stack are one apart."""
     whole, _ = operation.shapes[number]
     dim, stacked = operation.whole["dim"] % len(whole), operation.name == "stack"
@@ -325,7 +325,7 @@ def _joined(operation: Operation, number: int) -> Parts:
     return parts
 
 
-def _product(operation: Operation, number: int) -> Parts:
+def _product(operation: ShardedOperation, number: int) -> DividedDims:
     """A product of matrices: what is summed over must not be divided."""
     *added, first, second = operation.operands
     dims = len(operation.shapes[number][0])
@@ -336,7 +336,7 @@ def _product(operation: Operation, number: int) -> Parts:
     return _moved(operation, number, places)
 
 
-def _einsum(operation: Operation, number: int) -> Parts:
+def _einsum(operation: ShardedOperation, number: int) -> DividedDims:
     """A sum over dims by their letters."""
     terms, _, result = operation.whole["equation"].replace(" ", "").partition("->")
     places = (
@@ -346,7 +346,7 @@ def _einsum(operation: Operation, number: int) -> Parts:
     return _moved(operation, number, zip(operation.operands, places))
 
 
-def _attention(operation: Operation, number: int) -> Parts:
+def _attention(operation: ShardedOperation, number: int) -> DividedDims:
     """Heads of queries with those of their keys and values; tokens and widths are not divided."""
     query, *others = operation.operands
     if any(operand.parts != query.parts for operand in others[:2]):
@@ -356,7 +356,7 @@ def _attention(operation: Operation, number: int) -> Parts:
     return _moved(operation, number, zip(operation.operands, moves))
 
 
-def _indexed(operation: Operation, number: int) -> Parts:
+def _indexed(operation: ShardedOperation, number: int) -> DividedDims:
     """Elements that are chosen by number: of a divided dim each rank has others."""
     first = operation.operands[0]
     if any(index is not None and dim in first.parts for dim, index in enumerate(operation.whole["indices"])):
@@ -364,7 +364,7 @@ def _indexed(operation: Operation, number: int) -> Parts:
     return _along(operation, number)
 
 
-def _filled(operation: Operation, number: int) -> Parts:
+def _filled(operation: ShardedOperation, number: int) -> DividedDims:
     """Divided dims of a result filled with one value or with random numbers."""
     whole, local = operation.shapes[number]
     like = next((o.parts for o in operation.operands if (o.whole, o.local) == (whole, local)), None)
@@ -377,7 +377,7 @@ _FILLING = (
 _FILLING += (
     "ones_like full_like empty_like empty_permuted scalar_tensor rand randn rand_like randn_like bernoulli"
 )
-RULES: dict[str, Rule] = {
+RULES: dict[str, SizeRule] = {
     **dict.fromkeys(("view", "squeeze", "unsqueeze"), _view),
     **dict.fromkeys(("permute", "transpose", "t"), _permuted),
     **dict.fromkeys(("expand", "repeat"), _repeated),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hexad.config import HexadError
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 
-Loss = Callable[[Any, Any], Tensor]
+StageLoss = Callable[[Any, Any], Tensor]
 """The loss, given the model's output and the microbatch."""
 
 Split = Literal["cost", "even"] | Sequence[int]
@@ -97,7 +97,7 @@ def call(stage: nn.Module, batch: Any) -> Any:
     return stage(*batch) if isinstance(batch, tuple) else stage(batch)
 
 
-def loss_of(output: Any, batch: Any, loss: Loss | None) -> Tensor:
+def loss_of(output: Any, batch: Any, loss: StageLoss | None) -> Tensor:
     """The loss of a model's output: by the function, or ``output.loss``, or the output itself.
 
     Raises:

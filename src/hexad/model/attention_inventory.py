@@ -25,7 +25,7 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
-from .recompute_inventory import NOTHING, Parts
+from .recompute_inventory import NOTHING, RecomputedParts
 
 _TIMES = ("F", 2), ("B", 4)
 """Actions, and how many products of attention each has."""
@@ -332,7 +332,7 @@ class AttentionSpec(AttentionCoreSpec):
         return (*self.qkv.parameters, *self.out.parameters, *norms)
 
     def operations(
-        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+        self, run: Execution, recomputed: RecomputedParts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
         """The projections, norms and rotations of queries and keys, and the attention itself."""
         q, k, _ = self._sizes(run)
@@ -369,7 +369,7 @@ class AttentionSpec(AttentionCoreSpec):
         seen = length if self.window is None else min(length, self.window)
         return 4 * (self.heads // tensor) * self.width * seen
 
-    def kept(self, run: Execution, recomputed: Parts) -> int:
+    def kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
         head's log-sum-exp; in exact arithmetic nothing of which the usual attention makes its backward pass,
         which computes that again."""
@@ -393,11 +393,11 @@ class AttentionSpec(AttentionCoreSpec):
             return kept + (q + 2 * k if self.norm_eps is not None else 0)
         return kept + (q + k if self._computed and "rotated" not in recomputed else 0)
 
-    def forward(self, run: Execution, recomputed: Parts) -> int:
+    def forward(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         return max(self.repeated(run, recomputed), self.out.products_forward(run)) if run.exact else 0
 
-    def repeated(self, run: Execution, recomputed: Parts) -> int:
+    def repeated(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in a forward pass without the last product; the output does not exist yet."""
         q, k, _ = self._sizes(run)
         core = self._core_forward(run)
@@ -407,7 +407,7 @@ class AttentionSpec(AttentionCoreSpec):
             return max(self.qkv.products_forward(run) - q, rotated + max(rotation, core))
         return max(self.qkv.products_forward(run) - q - rotated, rotation, core)
 
-    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: RecomputedParts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         q, k, statistic = self._sizes(run)
         gathered = run.gathered(self.layer.hidden)

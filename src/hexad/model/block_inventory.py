@@ -11,7 +11,7 @@ from hexad.parallel.inventory import Execution, Kept, Moment, Operations, Parame
 from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
 from .norms_inventory import NormSpec
-from .recompute_inventory import NOTHING, Parts
+from .recompute_inventory import NOTHING, RecomputedParts
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class BranchSpec(ABC):
         """Names of the projections that can have adapters; those of one product together."""
         return tuple(tuple(linear.outputs) for linear in self.linears)
 
-    def keeps_input(self, recomputed: Parts) -> bool:
+    def keeps_input(self, recomputed: RecomputedParts) -> bool:
         """Whether the backward pass needs its input."""
         return self.linears[0].trained
 
@@ -101,7 +101,7 @@ class BranchSpec(ABC):
         return any(not parameter.frozen for parameter in self.parameters)
 
     def operations(
-        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+        self, run: Execution, recomputed: RecomputedParts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
         """The operations of a rank for a microbatch; with ``split`` weight gradients are actions of their
         own; ``reached``: its input needs a gradient."""
@@ -132,23 +132,23 @@ class BranchSpec(ABC):
         return 0
 
     @abstractmethod
-    def kept(self, run: Execution, recomputed: Parts) -> int:
+    def kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes from forward to backward, its input left out; ``recomputed``: parts that are not kept."""
 
     def operands(self, run: Execution) -> int:
         """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
         return sum(linear.deferred(run) for linear in self.linears)
 
-    def forward(self, run: Execution, recomputed: Parts) -> int:
+    def forward(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         return max((linear.products_forward(run) for linear in self.linears), default=0)
 
-    def repeated(self, run: Execution, recomputed: Parts) -> int:
+    def repeated(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in a forward pass without the last product, whose result is not used."""
         return max((linear.products_forward(run) for linear in self.linears[:-1]), default=0)
 
     @abstractmethod
-    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: RecomputedParts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
 
     def weight_moments(self, run: Execution) -> list[Moment]:
@@ -215,7 +215,7 @@ class BlockSpec:
         return self.operations(run).products
 
     def operations(
-        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+        self, run: Execution, recomputed: RecomputedParts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
         """The operations of a rank for a microbatch; with ``split`` weight gradients are actions of their
         own; ``reached``: its input needs a gradient. The sum with a branch and the next norm are one function
@@ -249,7 +249,7 @@ class BlockSpec:
         """FLOPs of a token's attention over ``length`` cached ones on a rank."""
         return sum(branch.cached_flops(length, tensor) for branch in self.parts)
 
-    def kept(self, run: Execution, recomputed: Parts) -> Kept:
+    def kept(self, run: Execution, recomputed: RecomputedParts) -> Kept:
         """Bytes from forward to backward, the layer's input left out and its output counted."""
         stream = run.stream(self.hidden)
         if "layer" in recomputed:
@@ -260,12 +260,12 @@ class BlockSpec:
             kept[branch.kind] += branch.kept(run, recomputed)
         return kept
 
-    def forward(self, run: Execution, recomputed: Parts) -> int:
+    def forward(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in the forward pass, above what is kept. In full recompute the backward pass, which
         repeats it, needs more."""
         return self._most(run, recomputed, [branch.forward(run, recomputed) for branch in self.parts])
 
-    def _most(self, run: Execution, recomputed: Parts, needed: list[int]) -> int:
+    def _most(self, run: Execution, recomputed: RecomputedParts, needed: list[int]) -> int:
         """Bytes above what the layer keeps, given those of each branch above what it keeps itself."""
         stream, later, most = run.stream(self.hidden), 0, []
         for (_, branch), branch_bytes in zip(reversed(self.branches), reversed(needed)):
@@ -284,7 +284,7 @@ class BlockSpec:
             for number, branch in enumerate(self.parts)
         )
 
-    def _normed(self, run: Execution, branch: BranchSpec, recomputed: Parts) -> int:
+    def _normed(self, run: Execution, branch: BranchSpec, recomputed: RecomputedParts) -> int:
         """Bytes kept of a norm's output, the input of ``branch``."""
         return run.stream(self.hidden) if branch.keeps_input(recomputed) and "norms" not in recomputed else 0
 
@@ -295,7 +295,7 @@ class BlockSpec:
             total[branch.kind] += branch.operands(run)
         return total
 
-    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: RecomputedParts, split: bool) -> list[Moment]:
         """Memory of the backward pass, beside the gradient of the layer's output; with ``split`` operands of
         weight gradients stay, for ``W``."""
         stream, again = run.stream(self.hidden), 0

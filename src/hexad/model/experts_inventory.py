@@ -23,7 +23,7 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
 from .feedforward_inventory import FeedForwardSpec
-from .recompute_inventory import NOTHING, Parts
+from .recompute_inventory import NOTHING, RecomputedParts
 from .routing_inventory import RoutingSpec, narrow_product
 
 ACTIVATED = 1 << 18
@@ -238,7 +238,7 @@ class ExpertsSpec(BranchSpec):
         """The shared experts' linear layers."""
         return self.shared.linears if self.shared is not None else ()
 
-    def keeps_input(self, recomputed: Parts) -> bool:
+    def keeps_input(self, recomputed: RecomputedParts) -> bool:
         """Whether the backward pass needs its input: the router does."""
         return True
 
@@ -254,7 +254,7 @@ class ExpertsSpec(BranchSpec):
         return self.products(run)
 
     def operations(
-        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+        self, run: Execution, recomputed: RecomputedParts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
         """The router, the rows' way to their experts, these, and the way back; beside them what every token
         passes."""
@@ -297,7 +297,7 @@ class ExpertsSpec(BranchSpec):
         backward: list[Operation] = [Pass("B", "activation", 5 * stream, 2)]
         return scores.then(Operations([Pass("F", "activation", 2 * stream)], backward))
 
-    def kept(self, run: Execution, recomputed: Parts) -> int:
+    def kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes, its input left out."""
         (outputs, inner), rows = self._widths(run), self.routing.rows(run)
         first, second = self.stacks
@@ -318,7 +318,7 @@ class ExpertsSpec(BranchSpec):
             operands += run.stream(hidden)  # the router's input
         return operands + (self.shared.operands(run) if self.shared is not None else 0)
 
-    def forward(self, run: Execution, recomputed: Parts) -> int:
+    def forward(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in the forward pass, above what is kept: of the experts, then of the shared ones."""
         sizes = self._sizes(run)
         back = sizes.rows + self.routing.collecting(run)
@@ -326,14 +326,14 @@ class ExpertsSpec(BranchSpec):
         alive = sizes.rows + sizes.outputs + sizes.inner + back
         return self._alone(run, recomputed, alive)
 
-    def repeated(self, run: Execution, recomputed: Parts) -> int:
+    def repeated(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed where the forward pass is repeated without the last products, above what is kept: the
         results of these have places that nothing fills."""
         sizes = self._sizes(run)
         alive = 2 * sizes.rows + sizes.outputs + sizes.inner + sizes.tokens
         return self._alone(run, recomputed, alive)
 
-    def _alone(self, run: Execution, recomputed: Parts, alive: int) -> int:
+    def _alone(self, run: Execution, recomputed: RecomputedParts, alive: int) -> int:
         """Bytes above what is kept, given those of rows that are alive when the last product is sent back."""
         sizes, stream = self._sizes(run), run.stream(self.layer.hidden)
         if self.stacks[0].rank:  # its product, that of its adapters, and the sum
@@ -354,7 +354,7 @@ class ExpertsSpec(BranchSpec):
             row * hidden, row * outputs, row * inner, self.routing.tokens(run) * hidden * run.byte
         )
 
-    def _rows_kept(self, run: Execution, recomputed: Parts) -> int:
+    def _rows_kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes of rows that are kept."""
         (first, second), sizes = self.stacks, self._sizes(run)
         adapters = self.routing.rows(run) * (first.rank + second.rank) * run.byte
@@ -368,7 +368,7 @@ class ExpertsSpec(BranchSpec):
             return 0
         return 2 * min(sizes.inner, ACTIVATED // outputs * inner * run.byte) if run.cpu else sizes.outputs
 
-    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: RecomputedParts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         moments, live, stream = [], 0, run.stream(self.layer.hidden)
         (first, second), sizes = self.stacks, self._sizes(run)

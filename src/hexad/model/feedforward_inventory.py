@@ -9,7 +9,7 @@ from hexad.parallel.inventory import Execution, Moment, Operation, Operations, P
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
-from .recompute_inventory import NOTHING, Parts
+from .recompute_inventory import NOTHING, RecomputedParts
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class FeedForwardSpec(BranchSpec):
         return self.inner, self.down
 
     def operations(
-        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+        self, run: Execution, recomputed: RecomputedParts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
         """Both projections, and the activation between them: of inner values, gate and gradients."""
         activated = run.whole(self.width // run.tensor)
@@ -70,7 +70,7 @@ class FeedForwardSpec(BranchSpec):
             total.backward.insert(0, again(forward))
         return total
 
-    def kept(self, run: Execution, recomputed: Parts) -> int:
+    def kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes, its input left out: the inner projection's output; the activated one unless recomputed."""
         activated = run.whole(self.width // run.tensor)
         kept = activated * (
@@ -78,7 +78,7 @@ class FeedForwardSpec(BranchSpec):
         )
         return kept + sum(linear.kept(run) for linear in self.linears)
 
-    def forward(self, run: Execution, recomputed: Parts) -> int:
+    def forward(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in the forward pass, above what is kept."""
         activated = run.whole(self.width // run.tensor)
         if run.exact:
@@ -91,14 +91,14 @@ class FeedForwardSpec(BranchSpec):
         """Bytes that exact arithmetic needs for the activated values."""
         return run.function(run.tokens * self.width // run.tensor)
 
-    def repeated(self, run: Execution, recomputed: Parts) -> int:
+    def repeated(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in a forward pass without the last product."""
         activated = run.whole(self.width // run.tensor)
         if "activations" in recomputed or not self.down.trained:
             return max(self.inner.products_forward(run), activated + self.activation(run))
         return max(self.inner.products_forward(run) - activated, self.activation(run))
 
-    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: RecomputedParts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         activated, gathered = run.whole(self.width // run.tensor), run.gathered(self.layer.hidden)
         again = activated if "activations" in recomputed and self.down.trained else 0

@@ -33,7 +33,7 @@ from .families import family
 from .feedforward_inventory import FeedForwardSpec
 from .latent_attention_inventory import LatentAttentionSpec
 from .norms_inventory import NormSpec
-from .recompute_inventory import Parts, Recompute
+from .recompute_inventory import Recompute, RecomputedParts
 from .routing_inventory import BESIDE_LOADS
 from .trained import Trained
 
@@ -176,7 +176,7 @@ class StageSpec:
         """Whether the input of the layer at a place needs a gradient."""
         return self.input_reached or place > self.unreached
 
-    def recomputing(self, recompute: Recompute) -> list[tuple[BlockSpec, Parts]]:
+    def recomputing(self, recompute: Recompute) -> list[tuple[BlockSpec, RecomputedParts]]:
         """Its layers, and what each recomputes."""
         return [(block, recompute.of(position)) for position, block in enumerate(self.blocks)]
 
@@ -262,7 +262,7 @@ class StageSpec:
         """Operations of a rank for a microbatch in every layer; with ``split`` weight gradients are actions
         of their own. Leading layers that no gradient reaches have no backward pass."""
         layers = []
-        operations: dict[tuple[BlockSpec, Parts, bool], Operations] = {}
+        operations: dict[tuple[BlockSpec, RecomputedParts, bool], Operations] = {}
         for number, (block, parts) in enumerate(self.recomputing(recompute)):
             key = block, parts, self.reaches(number)
             if key not in operations:

@@ -20,7 +20,7 @@ from hexad.parallel.tensor.linear_inventory import LinearSpec
 from .attention_inventory import AttentionCoreSpec
 from .block_inventory import LayerTraits
 from .norms_inventory import NormSpec
-from .recompute_inventory import NOTHING, Parts
+from .recompute_inventory import NOTHING, RecomputedParts
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latent vectors, as published; ``model.norm_eps`` is that of the others."""
@@ -122,13 +122,13 @@ class LatentAttentionSpec(AttentionCoreSpec):
         norms = (parameter for norm in self.norms for parameter in norm.parameters)
         return (*super().parameters, *norms)
 
-    def keeps_input(self, recomputed: Parts) -> bool:
+    def keeps_input(self, recomputed: RecomputedParts) -> bool:
         """Whether the backward pass needs its input."""
         direct = self.mla.q_rank is None and (self.queries.trained or "mla_up" in recomputed)
         return self.down.trained or direct
 
     def operations(
-        self, run: Execution, recomputed: Parts = NOTHING, split: bool = False, reached: bool = True
+        self, run: Execution, recomputed: RecomputedParts = NOTHING, split: bool = False, reached: bool = True
     ) -> Operations:
         """The projections, the norms of latent vectors, and the attention itself, whose products leave out
         what fills up heads."""
@@ -214,7 +214,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
         seen = length if self.window is None else min(length, self.window)
         return 2 * (self.heads // tensor) * (self.latent + self.mla.kv_rank) * seen
 
-    def kept(self, run: Execution, recomputed: Parts) -> int:
+    def kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes, its input left out: latent vectors before and after their norms, rotated queries, keys and
         values, the output, and each head's log-sum-exp; in exact arithmetic nothing of which the usual
         attention makes its backward pass."""
@@ -225,7 +225,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
             kept += sum(self._normed(run, recomputed))
         return kept + self._attention_kept(run, recomputed)
 
-    def _normed(self, run: Execution, recomputed: Parts) -> tuple[int, int]:
+    def _normed(self, run: Execution, recomputed: RecomputedParts) -> tuple[int, int]:
         """Bytes of the normalised latent vectors that the backward pass needs, of queries and of keys and
         values."""
         again, queries = "mla_up" in recomputed, self.mla.q_rank or 0
@@ -234,7 +234,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
             run.stream(self.mla.kv_rank) if self.kv_up.trained or again else 0,
         )
 
-    def _attention_kept(self, run: Execution, recomputed: Parts) -> int:
+    def _attention_kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes that attention keeps, its output in both widths included."""
         q = self._sizes(run)[0]
         kept = self._heads_kept(run, recomputed) + self._values_kept(run)
@@ -243,7 +243,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
         kept += self._core_kept(run)
         return kept + (q if self._cut or run.ulysses > 1 else 0)  # its own output, of all tokens
 
-    def _heads_kept(self, run: Execution, recomputed: Parts) -> int:
+    def _heads_kept(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes kept of queries, keys and values, or of what they are recomputed from."""
         q, k, _ = self._sizes(run)
         if "mla_up" in recomputed:  # beside latent vectors the keys' part without heads, if it is gathered
@@ -267,20 +267,20 @@ class LatentAttentionSpec(AttentionCoreSpec):
         """Bytes of this rank's heads of so many elements."""
         return run.whole(self.heads // run.tensor * width)
 
-    def forward(self, run: Execution, recomputed: Parts) -> int:
+    def forward(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         if run.exact:
             return max(self.repeated(run, recomputed), self.out.products_forward(run))
         return self._heads_alive(run, recomputed)
 
-    def _heads_alive(self, run: Execution, recomputed: Parts) -> int:
+    def _heads_alive(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes of queries, keys and values that exist while attention runs, but are not kept."""
         q, k, _ = self._sizes(run)
         if "mla_up" in recomputed:
             return (q + 2 * k) * (2 if run.ulysses > 1 else 1)  # and as received
         return 2 * k if "pairs" in recomputed and run.ulysses == 1 else 0
 
-    def repeated(self, run: Execution, recomputed: Parts) -> int:
+    def repeated(self, run: Execution, recomputed: RecomputedParts) -> int:
         """Bytes needed where the forward pass is repeated without the last product, above what is kept; the
         output is not there yet."""
         q, k, _ = self._sizes(run)
@@ -297,7 +297,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
         )
         return max(core, *(product - later for product in products))
 
-    def backward(self, run: Execution, recomputed: Parts, split: bool) -> list[Moment]:
+    def backward(self, run: Execution, recomputed: RecomputedParts, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         q, k, _ = self._sizes(run)
         gathered, values = run.gathered(self.layer.hidden), self._heads(run, self.mla.value_dim)
@@ -346,7 +346,7 @@ class LatentAttentionSpec(AttentionCoreSpec):
         moments.append(self.down.backward(run, missing, split).above(live + latents))
         return moments
 
-    def _again(self, run: Execution, recomputed: Parts) -> tuple[int, int]:
+    def _again(self, run: Execution, recomputed: RecomputedParts) -> tuple[int, int]:
         """Bytes of queries, keys and values that attention's backward pass recomputes, and of what these are
         recomputed from that is not kept either, and held for the backward pass of their projections."""
         q, k, _ = self._sizes(run)
@@ -355,12 +355,12 @@ class LatentAttentionSpec(AttentionCoreSpec):
         normed = sum(self._normed(run, recomputed)) if "latent_norms" in recomputed else 0
         return q + 2 * k, normed + (run.stream(self.layer.hidden) if self._input_held(recomputed) else 0)
 
-    def _input_held(self, recomputed: Parts) -> bool:
+    def _input_held(self, recomputed: RecomputedParts) -> bool:
         """Whether its input is recomputed with the queries."""
         return {"mla_up", "norms"} <= recomputed and self.mla.q_rank is None
 
     def _before(
-        self, run: Execution, recomputed: Parts, heads: int, queries: int
+        self, run: Execution, recomputed: RecomputedParts, heads: int, queries: int
     ) -> list[tuple[LinearSpec, int, int, NormSpec | None]]:
         """The layers that make heads, in the order of the backward pass: each with the bytes of its output's
         gradient and of its input that is kept, and the norm before it."""

@@ -7,7 +7,7 @@ from hexad.parallel.sharding import Shard, ShardedModule
 from . import exact_ops, ops
 from .norms_inventory import NormSpec
 from .recompute import recomputable
-from .recompute_inventory import Part
+from .recompute_inventory import RecomputedPart
 
 
 class Norm(ShardedModule):
@@ -20,9 +20,9 @@ class Norm(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, inventory: NormSpec, shard: Shard, part: Part = "norms") -> None:
+    def __init__(self, inventory: NormSpec, shard: Shard, part: RecomputedPart = "norms") -> None:
         super().__init__(shard)
-        self.part: Part = part
+        self.part: RecomputedPart = part
         self.kind, self.eps = inventory.kind, inventory.eps
         self.declare(*inventory.parameters)
 

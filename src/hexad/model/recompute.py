@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hexad.comm.memory import memory_of
 
-from .recompute_inventory import Part, Parts
+from .recompute_inventory import RecomputedPart, RecomputedParts
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 """A tensor, or several that are views of the same memory."""
@@ -32,7 +32,7 @@ class Last(Protocol):
     unused: bool
 
 
-def recomputing(layer: nn.Module, parts: Parts, last: Last) -> nn.Module:
+def recomputing(layer: nn.Module, parts: RecomputedParts, last: Last) -> nn.Module:
     """The layer, which recomputes these parts from now on; ``last`` makes its result."""
     if "layer" in parts:
         layer.forward = _full(layer.forward, last)
@@ -63,7 +63,7 @@ def _full(forward: Callable[..., Tensor], last: Last) -> Callable[..., Tensor]:
     return recomputing
 
 
-def _selective(forward: Callable[..., Tensor], parts: Parts) -> Callable[..., Tensor]:
+def _selective(forward: Callable[..., Tensor], parts: RecomputedParts) -> Callable[..., Tensor]:
     def recomputing(*arguments: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*arguments)
@@ -79,7 +79,7 @@ def _selective(forward: Callable[..., Tensor], parts: Parts) -> Callable[..., Te
     return recomputing
 
 
-def recomputable(part: Part, function: Callable[..., Result], *arguments: Any) -> Result:
+def recomputable(part: RecomputedPart, function: Callable[..., Result], *arguments: Any) -> Result:
     """``function(*arguments)``. In a layer that recomputes the part, the result is not kept for the backward
     pass but computed again from the arguments, which are kept, or recomputed themselves.
 
@@ -99,7 +99,9 @@ def recomputable(part: Part, function: Callable[..., Result], *arguments: Any) -
     return result
 
 
-def recomputable_from(part: Part, result: Tensor, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def recomputable_from(
+    part: RecomputedPart, result: Tensor, function: Callable[..., Tensor], *arguments: Any
+) -> Tensor:
     """``result``, which ``function(*arguments)`` would return: the same conditions as for the result of a
     :func:`recomputable` function."""
     scope = _scope_of(part)
@@ -108,7 +110,7 @@ def recomputable_from(part: Part, result: Tensor, function: Callable[..., Tensor
     return result
 
 
-def _scope_of(part: Part) -> _Selective | None:
+def _scope_of(part: RecomputedPart) -> _Selective | None:
     """The running layer's scope, if the layer recomputes this part."""
     scope = None if torch.compiler.is_compiling() else _SCOPE.get()
     return scope if scope is not None and part in scope.parts else None
@@ -122,7 +124,7 @@ class _Selective(saved_tensors_hooks):
         parts: that are recomputed.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RecomputedParts) -> None:
         self.parts = parts
         self._sources: dict[int, _RecomputedTensor] = {}
         super().__init__(self._pack, _unpack)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from hexad.config.schema import MemorySettings
 
-Part = Literal[
+RecomputedPart = Literal[
     "layer", "norms", "latent_norms", "rotated", "pairs", "mla_up", "activations", "moe_act"
 ]  # fmt: skip
 """A part of a layer's forward pass, named after what it makes:
@@ -24,12 +24,14 @@ As in Megatron-LM, whose names are ``layernorm``, ``mla_up_proj`` and ``moe_act`
 those of latent vectors, and ``moe_act`` not the shared experts.
 """
 
-Parts = frozenset[Part]
+RecomputedParts = frozenset[RecomputedPart]
 """Parts that a layer recomputes."""
 
-NOTHING = Parts()
-WHOLE: Parts = frozenset({"layer"})
-SELECTIVE: Parts = frozenset({"norms", "latent_norms", "rotated", "pairs", "activations", "moe_act"})
+NOTHING = RecomputedParts()
+WHOLE: RecomputedParts = frozenset({"layer"})
+SELECTIVE: RecomputedParts = frozenset(
+    {"norms", "latent_norms", "rotated", "pairs", "activations", "moe_act"}
+)
 """Parts that cost neither a matrix product nor communication (Korthikanti et al., arXiv 2205.05198, section
 5)."""
 
@@ -49,7 +51,7 @@ class Recompute:
 
     kind: Literal["none", "selective", "full"] = "none"
     layers: int | None = None
-    parts: Parts = NOTHING
+    parts: RecomputedParts = NOTHING
 
     @classmethod
     def from_settings(cls, settings: MemorySettings) -> "Recompute":
@@ -60,7 +62,7 @@ class Recompute:
             settings.recompute, None if layers == "all" else layers, frozenset(settings.recompute_parts)
         )
 
-    def of(self, position: int) -> Parts:
+    def of(self, position: int) -> RecomputedParts:
         """The parts that the stage's layer number ``position`` recomputes."""
         within = self.layers is None or position < self.layers
         parts = _OF_KIND[self.kind] if within else NOTHING

@@ -58,12 +58,12 @@ class Residual:
         return self.compiled and not torch.compiler.is_compiling()
 
     @property
-    def constants(self) -> Constants:
+    def constants(self) -> ScaleConstants:
         """Dropout's words and rate and the branch's multiplier, which the functions below take."""
         return self.dropper.words, self.dropper.rate, self.multiplier
 
 
-Constants = tuple[Tensor, float, float]
+ScaleConstants = tuple[Tensor, float, float]
 
 
 def _scaled(branch: Tensor, rows: Tensor | None, words: Tensor, rate: float, multiplier: float) -> Tensor:
@@ -95,7 +95,7 @@ def _add_norm(
     x: Tensor,
     branch: Tensor,
     rows: Tensor | None,
-    constants: Constants,
+    constants: ScaleConstants,
     vectors: Sequence[Tensor],
     eps: float,
 ) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ def _add_norm_backward(
     grad_total: Tensor,
     gradient: Tensor,
     rows: Tensor | None,
-    constants: Constants,
+    constants: ScaleConstants,
     total: Tensor,
     statistics: Sequence[Tensor],
     vectors: Sequence[Tensor],

@@ -93,7 +93,7 @@ class TorchOptimizer(Rule):
         hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
         return is_elementwise(self.optimizer) and not hooks
 
-    def _step(self, waiting: list[tuple[Bucket, Held]], publish: Publish) -> None:
+    def _step(self, waiting: list[tuple[Bucket, BucketTensors]], publish: Publish) -> None:
         """Update what has gradients, which ``waiting`` lists."""
         self.optimizer.step()
         for _, bucket_tensors in waiting:
@@ -201,11 +201,11 @@ class TorchOptimizer(Rule):
                     self.optimizer.state[tensor][key] = value
 
 
-Held = list[tuple[int | None, Tensor]]
+BucketTensors = list[tuple[int | None, Tensor]]
 """The tensors of a bucket that an optimizer updates: its members by number, or all as one."""
 
 
-def _given(bucket: Bucket, flat: bool) -> Held:
+def _given(bucket: Bucket, flat: bool) -> BucketTensors:
     """The tensors of a bucket for the optimizer: one flat shard, or a view of each member."""
     if flat:
         return [(None, bucket.master)]
@@ -214,7 +214,7 @@ def _given(bucket: Bucket, flat: bool) -> Held:
     return [(member, view if view.dim() else view.view(1)) for member, view in enumerate(views)]
 
 
-def _give_gradients(bucket: Bucket, bucket_tensors: Held, gradient: Tensor) -> None:
+def _give_gradients(bucket: Bucket, bucket_tensors: BucketTensors, gradient: Tensor) -> None:
     for member, tensor in bucket_tensors:
         tensor.grad = gradient if member is None else bucket.view(gradient, member).view(tensor.shape)
 

@@ -35,7 +35,7 @@ class Position(NamedTuple):
     size: int = 1
 
 
-Positions = Mapping[str, Position]
+AxisPositions = Mapping[str, Position]
 """A rank's place along every axis, by name; an axis that is missing has size 1."""
 
 KV_AXES = ("kv", "kv_copies")
@@ -43,7 +43,7 @@ KV_AXES = ("kv", "kv_copies")
 the heads, and the ranks along ``kv_copies``, which are neighbours, hold the same one."""
 
 
-def tensor_positions(place: Position, copies: int) -> Positions:
+def tensor_positions(place: Position, copies: int) -> AxisPositions:
     """A rank's place along the tensor axis and along :data:`KV_AXES`, given the size of ``kv_copies``."""
     run, copy = divmod(place.rank, copies)
     parts = Position(run, place.size // copies), Position(copy, copies)
@@ -102,7 +102,7 @@ class Weight:
         """Whether nothing ever changes it."""
         return self.frozen and not self.wide
 
-    def local_shape(self, positions: Positions) -> tuple[int, ...]:
+    def local_shape(self, positions: AxisPositions) -> tuple[int, ...]:
         """The shape of a rank's shard, padding included.
 
         Raises:
@@ -110,7 +110,7 @@ class Weight:
         """
         return tuple(self._along(dim, positions)[1] for dim in range(len(self.shape)))
 
-    def rectangle(self, positions: Positions) -> Rectangle:
+    def rectangle(self, positions: AxisPositions) -> Rectangle:
         """The part of the global tensor that a rank holds; empty where it holds padding only."""
         offset, sizes = [], []
         for dim, extent in enumerate(self.shape):
@@ -120,7 +120,7 @@ class Weight:
         first, whole = self.within or ((0,) * len(self.shape), self.shape)
         return Rectangle(self.name, whole, tuple(map(add, first, offset)), tuple(sizes))
 
-    def _along(self, dim: int, positions: Positions) -> tuple[int, int]:
+    def _along(self, dim: int, positions: AxisPositions) -> tuple[int, int]:
         """(index of the rank's shard, size of every shard) along a dim."""
         index, parts = 0, 1
         for axis, divided in self.divided.items():
@@ -210,16 +210,16 @@ class Parameter:
         """Whether the parameter is not trained."""
         return self.weights[0].frozen
 
-    def local_shape(self, positions: Positions) -> tuple[int, ...]:
+    def local_shape(self, positions: AxisPositions) -> tuple[int, ...]:
         """The shape of a rank's tensor, padding included."""
         shapes = [weight.local_shape(positions) for weight in self.weights]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def elements(self, positions: Positions) -> int:
+    def elements(self, positions: AxisPositions) -> int:
         """Elements of a rank's tensor, padding included."""
         return prod(self.local_shape(positions))
 
-    def pieces(self, positions: Positions) -> list[tuple[int, Rectangle, Weight]]:
+    def pieces(self, positions: AxisPositions) -> list[tuple[int, Rectangle, Weight]]:
         """(first row in the local tensor, rectangle, weight) of everything a rank's tensor holds."""
         pieces, start = [], 0
         for weight in self.weights:
@@ -227,7 +227,7 @@ class Parameter:
             start += weight.local_shape(positions)[0]
         return pieces
 
-    def traits(self, positions: Positions) -> Traits:
+    def traits(self, positions: AxisPositions) -> Traits:
         """How a rank treats it; axes of degree 1 divide nothing."""
         first = self.weights[0]
         several = {axis for axis, place in positions.items() if place.size > 1}

@@ -17,7 +17,7 @@ from hexad.topology.mesh import Axis
 
 from .rectangle import Rectangle
 
-Held = tuple[Rectangle, Tensor]
+StoredPart = tuple[Rectangle, Tensor]
 """Part of a global tensor, and its values or the place for them, of the same sizes."""
 _MESSAGE = 1 << 24
 """Elements that a rank receives at a time, about; one that many ask sends as many more."""
@@ -56,7 +56,7 @@ def _cut(whole: Rectangle, dim: int, begin: int, end: int) -> Rectangle:
     return Rectangle(whole.name, whole.shape, tuple(offset), tuple(sizes))
 
 
-def _view(source: Held, part: Rectangle) -> Tensor:
+def _view(source: StoredPart, part: Rectangle) -> Tensor:
     rectangle, values = source
     index = (slice(o - b, o - b + n) for o, b, n in zip(part.offset, rectangle.offset, part.sizes))
     return values[tuple(index)]
@@ -107,7 +107,7 @@ class Resharding:
         return sum(piece.part.numel for message in self._received for _, piece in message)
 
     @torch.no_grad()
-    def run(self, sources: Sequence[Held], needed: Sequence[Held], dtype: torch.dtype) -> None:
+    def run(self, sources: Sequence[StoredPart], needed: Sequence[StoredPart], dtype: torch.dtype) -> None:
         """Copy values to where they are needed; all ranks together, with rectangles as at construction.
 
         Args:

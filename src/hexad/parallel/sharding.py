@@ -19,7 +19,7 @@ from hexad.config import HexadError
 from hexad.topology.mesh import Axis, ExpertRanks
 
 from .arithmetic import Arithmetic, arithmetic_of
-from .inventory import Parameter, Position, Positions, Weight
+from .inventory import AxisPositions, Parameter, Position, Weight
 from .normal import fill_normal
 from .rectangle import Rectangle
 
@@ -91,7 +91,7 @@ class Shard:
         return self.expert_ranks or ExpertRanks()
 
     @property
-    def positions(self) -> Positions:
+    def positions(self) -> AxisPositions:
         """This rank's place along every axis."""
         parts = {part.name: part for axis in self.axes.values() for part in axis.parts}
         return {name: Position(axis.rank, axis.size) for name, axis in {**self.axes, **parts}.items()}
@@ -238,7 +238,7 @@ class Declared:
 
     parameter: nn.Parameter
     declaration: Parameter
-    positions: Positions
+    positions: AxisPositions
     uses: int = 1
     plain: bool = False
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from hexad.config import Config, ConfigError
 from hexad.model.block_inventory import BlockSpec
 from hexad.model.inventory import ModelInventory, StageSpec
-from hexad.model.recompute_inventory import Part, Parts, Recompute
+from hexad.model.recompute_inventory import Recompute, RecomputedPart, RecomputedParts
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.published import V_SHAPED
 from hexad.topology.layout import Layout
@@ -72,7 +72,7 @@ class Times:
         return stage
 
     @property
-    def _parts(self) -> Parts:
+    def _parts(self) -> RecomputedParts:
         return self.predictor.job.recompute.of(0)
 
     @cached_property
@@ -334,7 +334,7 @@ class Bounds:
         model = ModelInventory(config.model, config.parallel.sequence_parallel, grid.tensor)
         schedule = build_schedule("1f1b", 1, 1)
         stages, elements = stages_of(model, layout, (range(config.model.layers),), schedule)
-        times, parts = {}, frozenset[Part](self.choices.base.memory.recompute_parts)
+        times, parts = {}, frozenset[RecomputedPart](self.choices.base.memory.recompute_parts)
         for recompute in dict.fromkeys(("none", *self.choices.recomputes)):
             kind = Recompute(recompute, parts=parts)  # type: ignore[arg-type]
             job = Job(model, layout, run, kind, schedule, stages, elements)

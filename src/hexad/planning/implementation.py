@@ -14,7 +14,7 @@ from hexad.topology.hardware import Hardware
 
 Hidden = Literal["overlapped", "exposed"]
 """Whether computation goes on beside it."""
-Part = Annotated[Number, Field(ge=0, le=1, allow_inf_nan=False)]
+UnitInterval = Annotated[Number, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Implementation(SettingsGroup):

@@ -15,12 +15,12 @@ from typing import Literal
 
 from hexad.config import HexadError
 from hexad.topology.hardware import CollectiveConstants, Hardware
-from hexad.topology.hardware.constants import Operation
+from hexad.topology.hardware.constants import MeasuredCollective
 from hexad.topology.layout import Layout
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 """Operations as :func:`hexad.comm.sent_bytes` counts them; ``send`` is one message of its ``exchange``."""
-_LIKE: dict[Collective, Operation] = {
+_LIKE: dict[CollectiveKind, MeasuredCollective] = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -149,7 +149,7 @@ class Cluster:
         """The slowest of the groups along axes of a layout."""
         return Group.of_axes(layout, axes, self.domain_size)
 
-    def seconds(self, operation: Collective, nbytes: float, group: Group) -> float:
+    def seconds(self, operation: CollectiveKind, nbytes: float, group: Group) -> float:
         """Seconds of a collective, from its start on all ranks.
 
         Args:
@@ -174,7 +174,7 @@ class Cluster:
         start = (constants.start_us + latency + self._hops_us(operation, group, constants)) * 1e-6
         return start + max(_inside(traffic, constants), traffic.outside / self.network_bandwidth)
 
-    def _hops_us(self, operation: Collective, group: Group, constants: CollectiveConstants) -> float:
+    def _hops_us(self, operation: CollectiveKind, group: Group, constants: CollectiveConstants) -> float:
         """Microseconds of the steps, of a ring or, where it is faster and NCCL has one, of a tree."""
         network, between = self.hardware.constants.network, group.domains - 1
         if operation == "send":
@@ -187,7 +187,7 @@ class Cluster:
             return 2 * min(ring, (group.local - 1) * constants.hop_us + levels)
         return min(ring, levels) if group.local == 1 else ring
 
-    def _constants(self, operation: Operation) -> CollectiveConstants:
+    def _constants(self, operation: MeasuredCollective) -> CollectiveConstants:
         known = self.hardware.constants.collectives
         if operation not in known:
             name = self.hardware.names[0]
@@ -207,7 +207,7 @@ class _Traffic:
     outside: float
 
 
-def _traffic(operation: Collective, nbytes: float, group: Group, copies: float) -> _Traffic:
+def _traffic(operation: CollectiveKind, nbytes: float, group: Group, copies: float) -> _Traffic:
     """The traffic of a collective, which every rank of a domain shares equally.
 
     NCCL's rings pass through all ranks of a domain and then leave it, one ring through each of its ranks'
@@ -236,7 +236,7 @@ def _inside(traffic: _Traffic, constants: CollectiveConstants) -> float:
 
 
 def in_domain_seconds(
-    operation: Collective, ranks: int, nbytes: float, constants: CollectiveConstants
+    operation: CollectiveKind, ranks: int, nbytes: float, constants: CollectiveConstants
 ) -> float:
     """Seconds of a collective of ranks in one domain; ``nbytes`` as of :meth:`Cluster.seconds`."""
     traffic = _traffic(operation, nbytes, Group(ranks, ranks, 1), constants.copies)

@@ -13,7 +13,7 @@ from hexad.config import Config
 from hexad.model.inventory import ModelInventory, StageSpec
 from hexad.model.recompute_inventory import Recompute
 from hexad.optim.schedule import MOMENTS
-from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
+from hexad.parallel.data.bucket_plan import BucketPlan, HeldParameter, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Grid, Position, tensor_positions
 from hexad.parallel.pipeline.schedule import Shortened, shortened
 from hexad.parallel.pipeline.transfers import Order, transfers
@@ -74,7 +74,7 @@ class RankParts(NamedTuple):
     """
 
     stages: dict[int, StageSpec]
-    held: list[Held]
+    held: list[HeldParameter]
 
     @classmethod
     def of(cls, resolved: Resolved, pipeline: int) -> RankParts:
@@ -203,7 +203,7 @@ def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, StageSpec]:
     return whole.stages(plan.layers, plan.schedule.placement, pipeline)
 
 
-def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[Held]:
+def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[HeldParameter]:
     """The parameters of a pipeline rank, in the order of the model; any rank along the other axes."""
     copies = next(iter(stages.values())).model.kv_copies
     positions = {
@@ -213,13 +213,13 @@ def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[Held]:
     }
     tied = any(stage.head is not None and stage.head.tied == "here" for stage in stages.values())
     return [
-        Held.of(number, parameter, positions, 2 if tied and parameter.unit == "embedding" else 1)
+        HeldParameter.of(number, parameter, positions, 2 if tied and parameter.unit == "embedding" else 1)
         for number, stage in stages.items()
         for parameter in stage.parameters
     ]
 
 
-def rank_buckets(config: Config, layout: Layout, parameters: list[Held]) -> list[BucketPlan]:
+def rank_buckets(config: Config, layout: Layout, parameters: list[HeldParameter]) -> list[BucketPlan]:
     """The buckets of a pipeline rank."""
     parallel = config.parallel
     shards: dict[Grid, int] = {

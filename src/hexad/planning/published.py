@@ -16,7 +16,7 @@ from hexad.config.model import LoraSettings, MlaSettings, ModelSettings, MoeSett
 from hexad.model.configuration import complete_model
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute_inventory import Part, Parts, Recompute
+from hexad.model.recompute_inventory import Recompute, RecomputedPart, RecomputedParts
 from hexad.parallel.inventory import Execution
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
@@ -395,9 +395,9 @@ def _schedule(row: Mapping[str, Any], layout: Layout) -> tuple[str, int]:
     return "1f1b", 1
 
 
-_POINTWISE: Parts = frozenset({"norms", "rotated", "activations"})
+_POINTWISE: RecomputedParts = frozenset({"norms", "rotated", "activations"})
 """Parts that cost no product."""
-_PARTS: dict[str, Part] = {
+_PARTS: dict[str, RecomputedPart] = {
     "layernorm": "norms",
     "mla_up_proj": "mla_up",
     "moe_act": "moe_act",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Attention = Literal["fused", "unfused", "auto"]
+AttentionImplementation = Literal["fused", "unfused", "auto"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Notes:
         deferred_embedding: gradients of the output matrix are computed at the end of the step.
     """
 
-    attention: Attention = "auto"
+    attention: AttentionImplementation = "auto"
     dropout: float | None = None
     attention_dropout: float | None = None
     gradient: int | None = None
@@ -94,7 +94,7 @@ class Notes:
         )
 
 
-def _attention(text: str) -> Attention:
+def _attention(text: str) -> AttentionImplementation:
     if re.search(r"attention unfused|unfused attention", text):
         return "unfused"
     return "fused" if re.search(r"attention (flash|fused)|flash attention|flash-attn", text) else "auto"

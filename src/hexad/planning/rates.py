@@ -11,8 +11,7 @@ from hexad.topology.hardware.constants import Format
 from .implementation import Implementation
 from .job import Job
 from .kernels import Kernels
-from .links import Cluster, Group
-from .links import Collective as Kind
+from .links import Cluster, CollectiveKind, Group
 
 DOMAIN, NETWORK = "domain", "network"
 """Links: among the devices of a domain, and between domains."""
@@ -139,7 +138,7 @@ class RankRates:
             rounds = max(1, group.size - 1)
             pair = Group(2, 2, 1) if group.domains == 1 else Group(2, 1, 2)
             return self._slower(rounds * self.cluster.seconds("send", nbytes / rounds, pair)), link
-        kind: Kind = operation  # type: ignore[assignment]
+        kind: CollectiveKind = operation  # type: ignore[assignment]
         return self._slower(self.cluster.seconds(kind, nbytes, group)), link
 
     def _slower(self, seconds: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hexad.config import Config
 from hexad.model.inventory import StageSpec
-from hexad.parallel.inventory import Execution, Position, Positions, Product, tensor_positions
+from hexad.parallel.inventory import AxisPositions, Execution, Position, Product, tensor_positions
 
 from . import Resolved
 from .layouts import check_replica, check_stages
@@ -128,7 +128,7 @@ def _plan(config: Config, stage: StageSpec, pipeline: int, capacity: int | None)
     )
 
 
-def _in_float64(stage: StageSpec, positions: Positions, byte: int) -> int:
+def _in_float64(stage: StageSpec, positions: AxisPositions, byte: int) -> int:
     """Bytes that the weights of products take besides, in ``precision.exact``."""
     linears = (linear for block in stage.blocks for branch in block.parts for linear in branch.linears)
     matrices = [parameter for linear in linears for parameter in linear.layers if parameter.matrix]

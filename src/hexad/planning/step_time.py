@@ -13,7 +13,7 @@ from typing import Any
 
 from hexad.model.block_inventory import BlockSpec
 from hexad.model.inventory import StageSpec
-from hexad.model.recompute_inventory import Parts
+from hexad.model.recompute_inventory import RecomputedParts
 from hexad.parallel.inventory import Collective, Grid
 from hexad.parallel.pipeline.partition import LayerCosts
 from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
@@ -81,7 +81,7 @@ class Predictor:
         """Seconds of single operations."""
         return RankRates(self.job, self.cluster, self.implementation)
 
-    def layer(self, block: BlockSpec, parts: Parts, kind: str, split: bool) -> ActionTime:
+    def layer(self, block: BlockSpec, parts: RecomputedParts, kind: str, split: bool) -> ActionTime:
         """An action of one layer."""
         key = (block, parts, kind, split, self.rates.places)
         if key not in self.memo:

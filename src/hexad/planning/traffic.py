@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hexad.model.block_inventory import BlockSpec
 from hexad.model.inventory import ModelInventory
-from hexad.model.recompute_inventory import Parts, Recompute
+from hexad.model.recompute_inventory import Recompute, RecomputedParts
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.data.bucket_plan import BucketPlan, state_shards
@@ -136,7 +136,7 @@ class _RankTraffic:
                 yield action.kind, action.stage, how, (*layer, stage.reaches(place))
 
     def _sent_by(
-        self, kind: str, stage: int, run: Execution, layer: tuple[BlockSpec, Parts, bool] | None
+        self, kind: str, stage: int, run: Execution, layer: tuple[BlockSpec, RecomputedParts, bool] | None
     ) -> Counter[str]:
         """Bytes by axis of an action of a layer; None: of what a stage has besides layers."""
         if layer is None:

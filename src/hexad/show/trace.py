@@ -24,7 +24,7 @@ from hexad.config import HexadError, one_line
 
 LARGEST_TRACE = 1 << 30
 """Characters of a trace, decompressed; all of it is in memory."""
-Span = tuple[float, float]
+TimeSpan = tuple[float, float]
 """Beginning and end, in microseconds."""
 
 _STEP = re.compile(r"hexad\.step (\d+)")
@@ -109,7 +109,9 @@ def summarise(rank: int, events: Sequence[Mapping[str, Any]]) -> RankTrace:
     return RankTrace(rank, len(steps), (window[1] - window[0]) / scale, computed, exposed)
 
 
-def _covered(window: Span, *groups: Sequence[Span]) -> tuple[NDArray[np.float64], list[NDArray[np.bool_]]]:
+def _covered(
+    window: TimeSpan, *groups: Sequence[TimeSpan]
+) -> tuple[NDArray[np.float64], list[NDArray[np.bool_]]]:
     """Lengths of the pieces into which the ends of spans cut a window, and which of these pieces the spans of
     each group cover."""
     clipped = [np.clip(np.array(spans, dtype=np.float64).reshape(-1, 2), *window) for spans in groups]
@@ -126,20 +128,20 @@ def _is_label(event: Mapping[str, Any]) -> bool:
     return event.get("cat") == "user_annotation"
 
 
-def _span(event: Mapping[str, Any]) -> Span:
+def _span(event: Mapping[str, Any]) -> TimeSpan:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _cpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, list[Span]]]:
+def _cpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[TimeSpan], dict[str, list[TimeSpan]]]:
     """Spans of operators, and of collectives by axis."""
-    waits: dict[str, list[Span]] = defaultdict(list)
+    waits: dict[str, list[TimeSpan]] = defaultdict(list)
     for event in events:
         if _is_label(event) and (label := _COMMUNICATION.fullmatch(event["name"])):
             waits[label[1]].append(_span(event))
     return [_span(event) for event in events if event.get("cat") == "cpu_op"], waits
 
 
-def _gpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, list[Span]]]:
+def _gpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[TimeSpan], dict[str, list[TimeSpan]]]:
     """Spans of kernels other than NCCL's, and of NCCL's by the axis of the label around their launch."""
     labels: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     launches: dict[Any, tuple[Any, float]] = {}

@@ -35,7 +35,7 @@ from ..kept_tokenizer import (
 )
 from ..merged import StoredWeights, opened_weights
 from ..reader import Checkpoint
-from ..tensor_file import Entry, TensorFileWriter, dtype_name
+from ..tensor_file import TensorEntry, TensorFileWriter, dtype_name
 from .files import GENERATION_FILE, appearing, has_tokenizer, other_settings, special_tokens, write_json
 from .names import PublishedTensor, published_tensors
 from .weights import INDEX_FILE, SINGLE_FILE, read_slices
@@ -214,7 +214,7 @@ def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
     return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
-def _write(path: Path, described: Sequence[Entry], values: Iterable[Tensor]) -> None:
+def _write(path: Path, described: Sequence[TensorEntry], values: Iterable[Tensor]) -> None:
     """Write a file of weights; ``values``: of the tensors, in their order and in any slices."""
     with TensorFileWriter(path, described, {"format": "pt"}) as writer:
         for part in values:
@@ -343,13 +343,13 @@ def _export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: st
     return Exported(kind.name, word, [WEIGHTS_FILE], sum(map(torch.numel, tensors.values())), notes)
 
 
-Parts = list[tuple[str, int, bool]]
+TensorParts = list[tuple[str, int, bool]]
 """Our matrices that are one in published files: module, outputs, whether it has an adapter."""
 
 
-def _modules(inventory: ModelInventory, kind: Family) -> dict[str, Parts]:
+def _modules(inventory: ModelInventory, kind: Family) -> dict[str, TensorParts]:
     """Published module -> our matrices in it, of modules with an adapter."""
-    adapters, modules = inventory.adapters(), dict[str, Parts]()
+    adapters, modules = inventory.adapters(), dict[str, TensorParts]()
     for name, weight in inventory.weights().items():
         module, _, what = name.rpartition(".")
         if what == "weight" and name.startswith("layers.") and len(weight.shape) == 2:
@@ -358,7 +358,7 @@ def _modules(inventory: ModelInventory, kind: Family) -> dict[str, Parts]:
     return {module: parts for module, parts in modules.items() if any(adapted for *_, adapted in parts)}
 
 
-def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[Tensor, Tensor]:
+def _joined(checkpoint: Checkpoint, parts: TensorParts) -> tuple[Tensor, Tensor]:
     """``A [rank, in]`` and ``B [out, rank]`` of one published module."""
     names = [(f"model.{module}.lora_", outputs, adapted) for module, outputs, adapted in parts]
     first = torch.cat([checkpoint.read(f"{name}a") for name, _, adapted in names if adapted])

@@ -18,7 +18,7 @@ from ..directory import origin_of, write_manifest
 from ..index import FileRecord, Index
 from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
-from ..tensor_file import Part, TensorFile, write_shard
+from ..tensor_file import FilePart, TensorFile, write_shard
 from .files import appearing, check_links, has_tokenizer
 from .weights import HuggingFaceModel, read_slices
 
@@ -106,7 +106,7 @@ def with_tokenizer(
 def _written(model: HuggingFaceModel, directory: Path) -> Index:
     """Write all weights to one tensor file; returns its index."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
-    parts = [Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items()]
+    parts = [FilePart(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items()]
     slices = (
         model.read(part)
         for name, whole in wholes.items()

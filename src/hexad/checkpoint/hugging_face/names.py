@@ -57,7 +57,7 @@ class PublishedTensor:
         return (values.t() if self.transposed else values).reshape(rectangle.sizes)
 
 
-Form = tuple[PublishedTensor, ...]
+PublishedForm = tuple[PublishedTensor, ...]
 """The parts of one of our tensors, which make it up."""
 
 
@@ -71,7 +71,7 @@ class PublishedWeight:
     """
 
     shape: tuple[int, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[PublishedForm, ...]
 
     def read(self, state: Mapping[str, Tensor]) -> Tensor:
         """Our tensor, as a view into theirs if it is one part. Raises KeyError naming a missing key."""
@@ -130,7 +130,7 @@ def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[
     return {name: places[name] for name in weights}
 
 
-def _fused(weight: Weight, parts: Sequence[Weight], row: int, kind: Family) -> Iterable[Form]:
+def _fused(weight: Weight, parts: Sequence[Weight], row: int, kind: Family) -> Iterable[PublishedForm]:
     """The forms of one of several weights that are one published tensor, one after the other."""
     transposed = kind.transposed and weight.name.startswith("layers.") and len(weight.shape) == 2
     stored = (sum(part.shape[0] for part in parts), *weight.shape[1:])
@@ -140,7 +140,7 @@ def _fused(weight: Weight, parts: Sequence[Weight], row: int, kind: Family) -> I
         yield (PublishedTensor(name, whole, stored[::-1] if transposed else stored, first, transposed),)
 
 
-def _of_experts(weight: Weight, kind: Family) -> Iterable[Form]:
+def _of_experts(weight: Weight, kind: Family) -> Iterable[PublishedForm]:
     """The forms of a stack of experts' matrices: a published tensor for each expert and matrix, or one in
     which the matrices of an expert are one after the other."""
     experts, *between, rows, width = weight.shape
@@ -164,7 +164,7 @@ def _of_experts(weight: Weight, kind: Family) -> Iterable[Form]:
     )
 
 
-def _check_complete(forms: Mapping[str, Form]) -> None:
+def _check_complete(forms: Mapping[str, PublishedForm]) -> None:
     """Refuse parts that do not make up our tensors, or the published ones: something would not be read or
     not be written."""
     covered: dict[tuple[bool, str], list[tuple[tuple[int, ...], int]]] = {}
@@ -187,7 +187,7 @@ def located(
     model: ModelSettings,
     where: Path,
     left_out: str = "",
-) -> dict[str, Form]:
+) -> dict[str, PublishedForm]:
     """The form in which each tensor is there, by our name, with the names that its parts have there: with or
     without the prefix of a model with a head. ``present``: the names of the tensors ``where`` they are;
     ``left_out``: pattern of those that are not read.

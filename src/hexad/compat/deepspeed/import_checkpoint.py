@@ -11,7 +11,7 @@ from torch import Tensor
 from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.checkpoint.hugging_face.names import (
     HEAD,
-    Form,
+    PublishedForm,
     PublishedTensor,
     assembled,
     located,
@@ -176,7 +176,9 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
     return entries, None if complete else sorted(set(trained))
 
 
-def _values(form: Form, shape: tuple[int, ...], dtype: torch.dtype, whole: Callable[[str], Tensor]) -> Tensor:
+def _values(
+    form: PublishedForm, shape: tuple[int, ...], dtype: torch.dtype, whole: Callable[[str], Tensor]
+) -> Tensor:
     """One of our tensors, from the complete tensors of its parts."""
 
     def read(part: PublishedTensor, rectangle: Rectangle) -> Tensor:

@@ -14,7 +14,7 @@ from hexad.checkpoint.directory import origin_of, write_manifest
 from hexad.checkpoint.hugging_face.files import appearing, check_links, has_tokenizer
 from hexad.checkpoint.hugging_face.importing import with_tokenizer
 from hexad.checkpoint.index import FileRecord
-from hexad.checkpoint.tensor_file import Part, TensorFile, write_shard
+from hexad.checkpoint.tensor_file import FilePart, TensorFile, write_shard
 from hexad.config import Config, HexadError
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.parallel.rectangle import Rectangle
@@ -109,7 +109,7 @@ def write_import(
         others: dict[str, FileRecord] = {}
         if config is not None and folder is not None:
             config, others = with_tokenizer(config, folder, directory, to.resolve())
-        parts = [Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
+        parts = [FilePart(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
         values = (tensor.read() for tensor in tensors)
         index = write_shard(directory, TensorFile.of_host(0, {0: parts}), values)
         origin = origin_of(f"imported from {source.resolve()}", str(torch.__version__))

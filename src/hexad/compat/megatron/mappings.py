@@ -21,7 +21,9 @@ from .parallel_state import axis_of
 Group = dist.ProcessGroup | None
 
 
-def _mapped(x: Tensor, group: Group, forward: regions.Operation, backward: regions.Operation) -> Tensor:
+def _mapped(
+    x: Tensor, group: Group, forward: regions.TensorFunction, backward: regions.TensorFunction
+) -> Tensor:
     return regions.mapped(x, axis_of(group), forward, backward)
 
 

@@ -8,7 +8,7 @@ from hexad.config.errors import HexadError, did_you_mean
 from ..text.chat import ChatTemplate
 from .sources import Place, Record, kind_of
 
-Span = tuple[int, int]
+TextSpan = tuple[int, int]
 
 _KEYS = (
     "messages", "prompt", "completion", "text", "conversations", "system", "instruction", "input", "output",
@@ -32,7 +32,7 @@ class Document(NamedTuple):
     """
 
     text: str
-    trained: tuple[Span, ...] | None = None
+    trained: tuple[TextSpan, ...] | None = None
     framed: bool = True
 
 

@@ -21,11 +21,11 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first."""
 _DEFAULT, _TOOLS = "default", "tool_use"
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
-Message = Mapping[str, Any]
-Span = tuple[int, int]
+ChatMessage = Mapping[str, Any]
+CharacterSpan = tuple[int, int]
 LARGEST_TEMPLATE = 256 << 10
 """Characters of a template's source; published ones have at most some 30,000."""
-_QUESTION: tuple[Message, ...] = ({"role": "user", "content": "-"},)
+_QUESTION: tuple[ChatMessage, ...] = ({"role": "user", "content": "-"},)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
         prompt: bool = False,
         tools: list[Any] | None = None,
@@ -111,8 +111,8 @@ class ChatTemplate:
         return text[: place + len(kept if text.startswith(kept, place) else last.strip())]
 
     def conversation(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
-    ) -> tuple[str, tuple[Span, ...]]:
+        self, messages: Sequence[ChatMessage], tools: list[Any] | None = None, first: int = 0
+    ) -> tuple[str, tuple[CharacterSpan, ...]]:
         """The text of a conversation, and the characters that the assistant writes from message ``first`` on,
         ends of turns included.
 
@@ -151,7 +151,7 @@ class ChatTemplate:
             spans.append((len(before), len(before) + self._length(until[len(before) :])))
         return text, tuple(spans)
 
-    def answer_end(self, specials: Iterable[str], messages: Sequence[Message] = _QUESTION) -> str | None:
+    def answer_end(self, specials: Iterable[str], messages: Sequence[ChatMessage] = _QUESTION) -> str | None:
         """The special token with which an answer to some messages ends, if one does."""
         try:
             text, spans = self.conversation([*messages, {"role": "assistant", "content": "-"}])
@@ -178,11 +178,11 @@ class ChatTemplate:
 
     def _rendered(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: list[Any] | None,
         prompt: bool,
         values: Mapping[str, Any] | None = None,
-    ) -> tuple[str, list[Span]]:
+    ) -> tuple[str, list[CharacterSpan]]:
         """The text, and the ranges of its ``{% generation %}`` blocks."""
         from .chat_extension import MARKS, Marks
 
@@ -212,7 +212,7 @@ class ChatTemplate:
         return "".join(parts), marks.blocks
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
     """A message as templates expect it: no null values, reasoning under its usual names."""
     values = {key: value for key, value in message.items() if value is not None}
     reasoning = next((values[key] for key in _REASONING if key in values), None)

@@ -30,7 +30,7 @@ from ..prompts import Prompt
 from ..sampling import MOST_LOGPROBS, UNRESTRICTED, Sampling, settings
 from .errors import encodable
 
-Number = StrictInt | StrictFloat
+JsonNumber = StrictInt | StrictFloat
 _MOST_CHOICES = 128
 _MOST_FIELDS = 200
 _MOST_BIASES = 1024
@@ -78,7 +78,7 @@ _SAME_NAMES = (
     *("logit_bias", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids", "skip_special_tokens"),
 )
 """Settings of :class:`~hexad.generation.sampling.Sampling` that are fields of the same name."""
-_FIELD_TYPES: dict[Any, Any] = {float: Number, int: StrictInt, bool: StrictBool}
+_FIELD_TYPES: dict[Any, Any] = {float: JsonNumber, int: StrictInt, bool: StrictBool}
 """The types of fields by those of settings. Lists and objects are checked by :meth:`_Common.check`: a
 validator of their elements would describe every one that is wrong."""
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import get_args
 from hexad.config import ConfigError, did_you_mean
 from hexad.config.model import Family as FamilyName
 
-from .family import Family, Shape
+from .family import Family, ModelShape
 
 
 def families() -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def family(name: str) -> Family:
     return import_module(f"{__name__}.{name}").FAMILY
 
 
-def preset(name: str) -> Shape:
+def preset(name: str) -> ModelShape:
     """The settings of a published model.
 
     Raises:
@@ -47,7 +47,7 @@ def preset(name: str) -> Shape:
 
 
 @cache
-def presets() -> dict[str, Shape]:
+def presets() -> dict[str, ModelShape]:
     """Settings of all published models, by name."""
     return {
         name: {"family": known, "qkv_bias": family(known).qkv_bias, "qk_norm": family(known).qk_norm, **shape}

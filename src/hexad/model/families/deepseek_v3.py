@@ -8,7 +8,7 @@ from typing import Any
 from hexad.config import ConfigError
 from hexad.config.model import ModelSettings, MoeSettings
 
-from .family import ConfigFile, Family, Shape
+from .family import ConfigFile, Family, ModelShape
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 from .mixture import normalised
@@ -179,7 +179,7 @@ def latent_shape(
     eps: float = 1e-6,
     scaling: dict[str, Any] | None = None,
     magnitude: float = 1.0,
-) -> Shape:
+) -> ModelShape:
     """A preset; ``scaling`` by YaRN, with ``magnitude`` for its ``mscale`` and ``mscale_all_dim``."""
     mla = {"q_rank": q_rank, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
     shape = llama_shape(sizes, vocab, theta, eps=eps, head_dim=192)

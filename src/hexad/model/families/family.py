@@ -73,7 +73,7 @@ def one_dropout(keys: ConfigFile) -> dict[str, Any]:
     return {}
 
 
-Shape = dict[str, Any]
+ModelShape = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Family:
     grouped: bool = True
     latent: bool = False
     whole_heads: bool = False
-    presets: Mapping[str, Shape] = field(default_factory=dict)
+    presets: Mapping[str, ModelShape] = field(default_factory=dict)
     contexts: Mapping[str, int] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     in_memory: Mapping[str, str] = field(default_factory=dict)

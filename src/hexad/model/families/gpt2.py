@@ -4,7 +4,7 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import Family, Shape, one_dropout
+from .family import Family, ModelShape, one_dropout
 
 
 def _write(model: ModelSettings) -> dict[str, Any]:
@@ -12,7 +12,7 @@ def _write(model: ModelSettings) -> dict[str, Any]:
     return {"embd_pdrop": model.dropout, "n_inner": inner}
 
 
-def _preset(layers: int, hidden: int, heads: int) -> Shape:
+def _preset(layers: int, hidden: int, heads: int) -> ModelShape:
     """openai-community/gpt2*: Radford et al. 2019, table 2."""
     return {
         "layers": layers,

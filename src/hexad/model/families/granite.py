@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from .family import Shape
+from .family import ModelShape
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def _granite(sizes: Sizes, multipliers: tuple[float, float, float, float], theta: float) -> Shape:
+def _granite(sizes: Sizes, multipliers: tuple[float, float, float, float], theta: float) -> ModelShape:
     """ibm-granite/granite-3.1-*-base: the model cards."""
     return llama_shape(sizes, 49155, theta, tied=True) | dict(zip(_MULTIPLIERS, multipliers))
 

@@ -1,6 +1,6 @@
 """Llama, and what is common to the families that followed it."""
 
-from .family import Family, Shape
+from .family import Family, ModelShape
 
 Sizes = tuple[int, int, int, int, int]  # layers, hidden, heads, kv_heads, ffn_hidden
 
@@ -14,7 +14,7 @@ def llama_shape(
     head_dim: int | None = None,
     tied: bool = False,
     scaling: float | None = None,
-) -> Shape:
+) -> ModelShape:
     """A preset; ``scaling`` is the factor of Llama 3.1's frequency scaling."""
     layers, hidden, heads, kv_heads, ffn_hidden = sizes
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
@@ -33,12 +33,12 @@ def llama_shape(
     }
 
 
-def _llama2(sizes: Sizes) -> Shape:
+def _llama2(sizes: Sizes) -> ModelShape:
     """meta-llama/Llama-2-*-hf: arXiv 2307.09288."""
     return llama_shape(sizes, 32000, 10000.0)
 
 
-def _llama3(sizes: Sizes, *, scaling: float | None = None, tied: bool = False) -> Shape:
+def _llama3(sizes: Sizes, *, scaling: float | None = None, tied: bool = False) -> ModelShape:
     """meta-llama/Meta-Llama-3*, Llama-3.1-*, Llama-3.2-*: arXiv 2407.21783 and the model cards."""
     return llama_shape(sizes, 128256, 500000.0, scaling=scaling, tied=tied)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import ConfigFile, Shape
+from .family import ConfigFile, ModelShape
 from .llama import Sizes, llama_shape
 from .mistral import FAMILY as MISTRAL
 from .mixture import chosen_by_softmax, normalised, softmax_weights
@@ -41,7 +41,7 @@ def _mixture(model: ModelSettings) -> bool:
     return moe is not None and every and chosen_by_softmax(model) and normalised(moe)
 
 
-def _preset(sizes: Sizes) -> Shape:
+def _preset(sizes: Sizes) -> ModelShape:
     """mistralai/Mixtral-8x7B-v0.1, -8x22B-v0.1: arXiv 2401.04088."""
     return {
         **llama_shape(sizes, 32000, 1000000.0),

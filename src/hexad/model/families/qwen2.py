@@ -5,7 +5,7 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import ConfigFile, Shape
+from .family import ConfigFile, ModelShape
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 
@@ -35,7 +35,7 @@ def _write(model: ModelSettings) -> dict[str, Any]:
     return {"use_sliding_window": True, "max_window_layers": 0}
 
 
-def _qwen25(sizes: Sizes, *, vocab: int = 152064, eps: float = 1e-6, tied: bool = False) -> Shape:
+def _qwen25(sizes: Sizes, *, vocab: int = 152064, eps: float = 1e-6, tied: bool = False) -> ModelShape:
     """Qwen/Qwen2.5-*, the base models (some instruct models differ in ``norm_eps``): arXiv 2412.15115."""
     return llama_shape(sizes, vocab, 1000000.0, eps=eps, tied=tied)
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from .family import Shape
+from .family import ModelShape
 from .llama import Sizes, llama_shape
 from .qwen2 import FAMILY as QWEN2
 
 
-def _qwen3(sizes: Sizes, *, theta: float = 1000000.0, tied: bool = False) -> Shape:
+def _qwen3(sizes: Sizes, *, theta: float = 1000000.0, tied: bool = False) -> ModelShape:
     """Qwen/Qwen3-*: arXiv 2505.09388. Heads are 128 wide whatever the hidden width."""
     return llama_shape(sizes, 151936, theta, eps=1e-6, head_dim=128, tied=tied)
 

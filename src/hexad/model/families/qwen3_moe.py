@@ -5,7 +5,7 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import ConfigFile, Shape
+from .family import ConfigFile, ModelShape
 from .llama import Sizes, llama_shape
 from .mixture import chosen_by_softmax, normalised, softmax_weights, whole_numbers
 from .qwen3 import FAMILY as QWEN3
@@ -49,7 +49,7 @@ def _write(model: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _preset(sizes: Sizes, width: int) -> Shape:
+def _preset(sizes: Sizes, width: int) -> ModelShape:
     """Qwen/Qwen3-30B-A3B, -235B-A22B: arXiv 2505.09388."""
     shape = llama_shape(sizes, 151936, 1000000.0, eps=1e-6, head_dim=128)
     return {**shape, "moe": {"experts": 128, "top_k": 8, "ffn_hidden": width}}

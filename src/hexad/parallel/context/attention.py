@@ -18,7 +18,7 @@ from hexad.topology.mesh import Axis
 from ..pointwise import maybe_compiled
 from .kernels import Kernel, Operands, Output, Results
 from .rounds import Round
-from .slice import Run
+from .slice import TokenRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Merged:
         self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
 
-    def add(self, rows: Run, part: Output) -> None:
+    def add(self, rows: TokenRun, part: Output) -> None:
         """Add the output of some queries, numbered from the first of ``rows`` on, over one more block."""
         whole, before = self.out[slice(*rows)][part.rows], self.lse[slice(*rows)][part.rows]
         maybe_compiled(merge_, self._compiled)(whole, before, part.out, part.lse)
@@ -132,11 +132,11 @@ class _AttentionOverRanks(torch.autograd.Function):
         return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None, None
 
 
-Arrival = tuple[Round, Tensor, Tensor]
+ReceivedRound = tuple[Round, Tensor, Tensor]
 """A round, and the keys and values that its tiles are of."""
 
 
-def _arrivals(k: Tensor, v: Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
+def _arrivals(k: Tensor, v: Tensor, exchange: KeyExchange) -> Iterator[ReceivedRound]:
     """This rank's own ``k`` and ``v [tokens, key/value heads, width]``, then those of the others; the next
     are under way meanwhile."""
     local, *others = exchange.rounds
@@ -167,7 +167,7 @@ def _start(packed: Tensor, round_: Round, axis: Axis) -> Pending:
     return exchange_async(message, round_.target, out, round_.source, axis, 2 * round_.distance)
 
 
-def _cut(rows: Tensor, runs: Sequence[Run]) -> Tensor:
+def _cut(rows: Tensor, runs: Sequence[TokenRun]) -> Tensor:
     """The runs of rows; one run is not copied."""
     parts = [rows[begin:end] for begin, end in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else rows[:0]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .slice import Run
+from .slice import TokenRun
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -146,14 +146,14 @@ def _seen(tokens: Ints, window: int | None) -> Floats:
     return first * (first + 1) / 2 + (count - first) * window
 
 
-def work_of(bounds: Sequence[int], runs: Sequence[Run], window: int | None = None) -> float:
+def work_of(bounds: Sequence[int], runs: Sequence[TokenRun], window: int | None = None) -> float:
     """Keys that the queries of some runs see."""
     ends = np.asarray(runs, dtype=np.int64).reshape(-1, 2)
     before = work_before(bounds, ends.reshape(-1), window).reshape(-1, 2)
     return float((before[:, 1] - before[:, 0]).sum())
 
 
-def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> list[list[Run]]:
+def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> list[list[TokenRun]]:
     """Every rank gets as many tokens, and attention work as even as :data:`TOLERANCE` says, or as even as
     :data:`_MOST_PIECES` pieces allow.
 
@@ -178,7 +178,7 @@ def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> lis
     return min(swapped)[1] if swapped else dealt
 
 
-def _by_dealing(bounds: Sequence[int], ranks: int, window: int | None) -> list[list[Run]]:
+def _by_dealing(bounds: Sequence[int], ranks: int, window: int | None) -> list[list[TokenRun]]:
     tokens = bounds[-1]
     pieces, best = 1, None
     while True:
@@ -198,7 +198,9 @@ def _by_dealing(bounds: Sequence[int], ranks: int, window: int | None) -> list[l
         pieces = min(2 * pieces, tokens // ranks)
 
 
-def _by_swaps(bounds: Sequence[int], ranks: int, window: int | None) -> Iterator[tuple[int, list[list[Run]]]]:
+def _by_swaps(
+    bounds: Sequence[int], ranks: int, window: int | None
+) -> Iterator[tuple[int, list[list[TokenRun]]]]:
     """Divisions with even work, and the tokens that their ranks receive."""
     tokens = bounds[-1]
     count = ranks * min(_SWAPPED_PIECES, tokens // ranks)
@@ -238,16 +240,16 @@ def _imbalance(work: Floats, owner: Ints, ranks: int) -> float:
     return float(abs(loads / loads.mean() - 1).max())
 
 
-def _runs(cuts: Ints, owner: Ints, ranks: int) -> list[list[Run]]:
+def _runs(cuts: Ints, owner: Ints, ranks: int) -> list[list[TokenRun]]:
     """The runs of each rank, those that touch joined."""
     changes = np.concatenate(([0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]))
-    runs: list[list[Run]] = [[] for _ in range(ranks)]
+    runs: list[list[TokenRun]] = [[] for _ in range(ranks)]
     for first, last in pairwise(changes.tolist()):
         runs[owner[first]].append((int(cuts[first]), int(cuts[last])))
     return runs
 
 
-def received(bounds: Sequence[int], runs: Sequence[Run], window: int | None = None) -> int:
+def received(bounds: Sequence[int], runs: Sequence[TokenRun], window: int | None = None) -> int:
     """Tokens of other ranks whose keys the queries of some ascending runs need."""
     starts = np.asarray(bounds, dtype=np.int64)
     firsts = np.asarray([begin for begin, _ in runs], dtype=np.int64)

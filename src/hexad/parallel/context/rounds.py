@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from .slice import Run, Slice, joined, token_count
+from .slice import Slice, TokenRun, joined, token_count
 
 SCORES = 1 << 24
 """Scores that exist at a time where no kernel computes them in parts."""
@@ -30,12 +30,12 @@ class Tile:
     first: int = 0
 
     @property
-    def rows(self) -> Run:
+    def rows(self) -> TokenRun:
         """The first query and the last + 1."""
         return self.queries[0], self.queries[-1]
 
     @property
-    def columns(self) -> Run:
+    def columns(self) -> TokenRun:
         """The first key and the last + 1."""
         return self.keys[0], self.keys[-1]
 
@@ -56,8 +56,8 @@ class Round:
     distance: int
     source: int
     target: int
-    send: tuple[Run, ...]
-    receive: tuple[Run, ...]
+    send: tuple[TokenRun, ...]
+    receive: tuple[TokenRun, ...]
     tiles: tuple[Tile, ...]
 
     @property
@@ -117,12 +117,12 @@ def rounds(
     return tuple(all_rounds)
 
 
-def _needed(tiles: Sequence[Tile]) -> tuple[Run, ...]:
+def _needed(tiles: Sequence[Tile]) -> tuple[TokenRun, ...]:
     """The rows of keys that some tiles read, joined into runs."""
     return joined(sorted(tile.columns for tile in tiles))
 
 
-def _placed(tile: Tile, received: Sequence[Run]) -> Tile:
+def _placed(tile: Tile, received: Sequence[TokenRun]) -> Tile:
     """The tile, with keys numbered as in what is received."""
     before = 0
     for begin, end in received:

@@ -12,7 +12,7 @@ from typing import Literal
 from hexad.config.model import ModelSettings
 from hexad.config.schema import ParallelSettings
 
-Run = tuple[int, int]
+TokenRun = tuple[int, int]
 """Tokens from the first number on, up to the second."""
 
 Balance = Literal["zigzag", "work", "none"]
@@ -31,7 +31,7 @@ class Slice:
     sequences: int
     length: int
     bounds: tuple[int, ...]
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[TokenRun, ...], ...]
 
     @property
     def ranks(self) -> int:
@@ -63,9 +63,9 @@ class Slice:
         return all(runs == ((end - self.share, end),) for runs, end in zip(self.runs, ends))
 
 
-def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
+def joined(runs: Iterable[TokenRun]) -> tuple[TokenRun, ...]:
     """Ascending runs, of which those that touch or overlap become one."""
-    longest: list[Run] = []
+    longest: list[TokenRun] = []
     for begin, end in runs:
         if longest and begin <= longest[-1][1]:
             longest[-1] = (longest[-1][0], max(end, longest[-1][1]))
@@ -74,7 +74,7 @@ def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     return tuple(longest)
 
 
-def token_count(runs: Iterable[Run]) -> int:
+def token_count(runs: Iterable[TokenRun]) -> int:
     """The number of tokens in some runs."""
     return sum(end - begin for begin, end in runs)
 
@@ -145,12 +145,12 @@ def divide(
     return Slice(sequences, length, bounds, tuple(parts))
 
 
-def _zigzag(sequences: int, length: int, ranks: int) -> list[list[Run]]:
+def _zigzag(sequences: int, length: int, ranks: int) -> list[list[TokenRun]]:
     """Blocks from the front are as large as each other, and so are those from the back: at most one token
     larger, where a rank's share is odd."""
     front = length // ranks // 2
     back = length // ranks - front
-    runs: list[list[Run]] = [[] for _ in range(ranks)]
+    runs: list[list[TokenRun]] = [[] for _ in range(ranks)]
     for begin in range(0, sequences * length, length):
         for rank, runs_of_rank in enumerate(runs):
             end = begin + length - rank * back
@@ -158,10 +158,10 @@ def _zigzag(sequences: int, length: int, ranks: int) -> list[list[Run]]:
     return runs
 
 
-def _parts(runs: Sequence[Run], count: int) -> list[tuple[Run, ...]]:
+def _parts(runs: Sequence[TokenRun], count: int) -> list[tuple[TokenRun, ...]]:
     """The tokens of some runs in ``count`` parts of one size, in their order."""
     share = token_count(runs) // count
-    parts: list[list[Run]] = [[] for _ in range(count)]
+    parts: list[list[TokenRun]] = [[] for _ in range(count)]
     before = 0
     for begin, end in runs:
         while begin < end:

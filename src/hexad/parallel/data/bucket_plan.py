@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..inventory import Grid, Parameter, Positions, Traits
+from ..inventory import AxisPositions, Grid, Parameter, Traits
 
 ALIGNMENT = 32
 """Elements to which views are aligned, for vectorised kernels."""
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter on a rank.
 
     Attributes:
@@ -31,7 +31,7 @@ class Held:
     uses: int = 1
 
     @classmethod
-    def of(cls, stage: int, parameter: Parameter, positions: Positions, uses: int = 1) -> Held:
+    def of(cls, stage: int, parameter: Parameter, positions: AxisPositions, uses: int = 1) -> HeldParameter:
         """The parameter on the rank at these positions."""
         return cls(stage, parameter, parameter.elements(positions), parameter.traits(positions), uses)
 
@@ -45,7 +45,7 @@ class BucketPlan:
         members: numbers of its parameters, the last in the model first: the order in which backward completes
             their gradients.
         elements: of each member.
-        uses: of each member, see :class:`Held`.
+        uses: of each member, see :class:`HeldParameter`.
         offsets: first element of each member in the bucket.
         size: in elements, padded: a multiple of the number of shards.
         shards: data ranks among which it is sharded.
@@ -102,7 +102,11 @@ def state_shards(data: int, zero: int, replicas: int) -> int:
 
 
 def plan_buckets(
-    parameters: Sequence[Held], bucket_bytes: float, gradient: int, zero: int, shards: Mapping[Grid, int]
+    parameters: Sequence[HeldParameter],
+    bucket_bytes: float,
+    gradient: int,
+    zero: int,
+    shards: Mapping[Grid, int],
 ) -> list[BucketPlan]:
     """Put all parameters of a rank into buckets, in the order in which forward needs them.
 
@@ -137,7 +141,7 @@ def plan_buckets(
 
 def _plan(
     members: Sequence[int],
-    parameters: Sequence[Held],
+    parameters: Sequence[HeldParameter],
     traits: Traits,
     shards: int,
     resident: bool,
@@ -165,7 +169,7 @@ def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
     return -(-elements // multiple) * multiple
 
 
-def _cut(numbers: Sequence[int], parameters: Sequence[Held], limit: float) -> Iterator[list[int]]:
+def _cut(numbers: Sequence[int], parameters: Sequence[HeldParameter], limit: float) -> Iterator[list[int]]:
     """Runs of at most ``limit`` elements, or one parameter that is larger."""
     run: list[int] = []
     size = 0

@@ -30,7 +30,7 @@ from ..sharding import (
     not_gathered,
     unguard,
 )
-from .bucket_plan import BucketPlan, Held, plan_buckets, state_shards
+from .bucket_plan import BucketPlan, HeldParameter, plan_buckets, state_shards
 
 
 @dataclass(frozen=True)
@@ -356,7 +356,8 @@ def make_buckets(
     """Parameters of this rank's pipeline stages, each with the number of its stage, in buckets as
     :func:`plan_buckets` puts them."""
     parameters = [
-        Held.of(stage, member.declaration, member.positions, member.uses) for stage, member in members
+        HeldParameter.of(stage, member.declaration, member.positions, member.uses)
+        for stage, member in members
     ]
     counts = {grid: state.shards.size for grid, state in sharding.items()}
     plans = plan_buckets(parameters, bucket_bytes, formats.gradients.itemsize, zero, counts)

@@ -15,14 +15,14 @@ from hexad.comm import all_gather, all_reduce, reduce_scatter
 from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
-Operation = Callable[[Tensor, Axis], Tensor]
+TensorFunction = Callable[[Tensor, Axis], Tensor]
 
 
 class _Mapping(torch.autograd.Function):
     """An operation in the forward pass, another one in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: TensorFunction, backward: TensorFunction) -> Tensor:
         ctx.axis, ctx.backward_operation = axis, backward
         return forward(x, axis)
 
@@ -31,7 +31,7 @@ class _Mapping(torch.autograd.Function):
         return ctx.backward_operation(gradient, ctx.axis), None, None, None
 
 
-def mapped(x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Tensor:
+def mapped(x: Tensor, axis: Axis, forward: TensorFunction, backward: TensorFunction) -> Tensor:
     """``forward`` of a tensor; ``backward`` of its gradient."""
     result: Tensor = _Mapping.apply(x, axis, forward, backward)
     return result
@@ -68,7 +68,7 @@ def scatter_sum_first(x: Tensor, axis: Axis) -> Tensor:
     return identity(x, axis) if axis.size == 1 else reduce_scatter(x.contiguous(), axis)
 
 
-def _along(dim: int, operation: Operation) -> Operation:
+def _along(dim: int, operation: TensorFunction) -> TensorFunction:
     """A collective along another dimension than the first."""
 
     def moved(x: Tensor, axis: Axis) -> Tensor:

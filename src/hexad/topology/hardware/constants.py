@@ -7,12 +7,12 @@ from pydantic import Field
 
 from hexad.config.model import Name, NonNegativeFloat, Number, PositiveFloat, SettingsGroup
 
-Part = Annotated[Number, Field(gt=0, le=1, allow_inf_nan=False)]
+PositiveFraction = Annotated[Number, Field(gt=0, le=1, allow_inf_nan=False)]
 """A share above 0, at most 1."""
 Format = Literal["fp64", "fp32", "bf16", "fp8", "fp8_block", "nvfp4"]
 """A number format of operands. ``bf16`` stands for both 16-bit formats; ``fp8`` has a scale per tensor or
 row, ``fp8_block`` and ``nvfp4`` one per block."""
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+MeasuredCollective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 """Collectives with constants of their own; broadcast and send use those of a similar one."""
 
 
@@ -23,7 +23,7 @@ class ProductConstants(SettingsGroup):
     """Rate of full tiles in full waves, before ``power`` lowers it, in TFLOP/s."""
     start_us: NonNegativeFloat
     """Microseconds of a kernel that hardly computes, also of a sum over parts of k."""
-    bandwidth: Part
+    bandwidth: PositiveFraction
     """Share of the memory bandwidth that operands and result reach."""
     depth: NonNegativeFloat = 0.0
     """Start and end of a tile, in steps along k."""
@@ -52,7 +52,7 @@ class AttentionConstants(SettingsGroup):
     """Width of a head -> 1e12 pairs of query and key per second, in one head, forward."""
     start_us: NonNegativeFloat
     """Microseconds of a kernel that hardly computes."""
-    bandwidth: Part
+    bandwidth: PositiveFraction
     """Share of the memory bandwidth that inputs and output reach."""
     padding: NonNegativeFloat = 0.0
     """Keys that a query costs besides those that it sees: masked parts of tiles, start and end."""
@@ -65,14 +65,14 @@ class AttentionConstants(SettingsGroup):
 class MemoryConstants(SettingsGroup):
     """Kernels that only move data."""
 
-    bandwidth: Part = 0.9
+    bandwidth: PositiveFraction = 0.9
     """Share of the memory bandwidth that large copies reach; measured on an H100 and an H200."""
     launch_us: NonNegativeFloat = 3.0
     """Microseconds of a kernel that hardly moves anything."""
-    half: Part | None = None
+    half: PositiveFraction | None = None
     """Share of the memory bandwidth where activations have 16 bits, which CPUs widen; None for
     ``bandwidth``."""
-    update: Part | None = None
+    update: PositiveFraction | None = None
     """Share of the memory bandwidth that the optimizer's update reaches; None for ``bandwidth``."""
 
 
@@ -87,7 +87,7 @@ class CollectiveConstants(SettingsGroup):
     """1e9 bytes per second that a GPU sends at large sizes."""
     copies: NonNegativeFloat = 0.0
     """Time of a rank's part of the tensor besides sending (copied to the result), in parts sent."""
-    low_latency: Part = 1.0
+    low_latency: PositiveFraction = 1.0
     """Share of ``gb_per_s`` that the low-latency protocol reaches."""
     switch_us: NonNegativeFloat = 0.0
     """Additional microseconds of the protocol that reaches ``gb_per_s``."""
@@ -96,7 +96,7 @@ class CollectiveConstants(SettingsGroup):
 class NetworkConstants(SettingsGroup):
     """Collectives between domains. Defaults are not measured here."""
 
-    efficiency: Part = 0.9
+    efficiency: PositiveFraction = 0.9
     """Share of the network's bandwidth that collectives reach; Calculon's value (Isaev et al., SC 2023)."""
     latency_us: NonNegativeFloat = 20.0
     """Microseconds of a call that leaves the domain, once; Calculon's value."""
@@ -145,7 +145,7 @@ class Constants(SettingsGroup):
     ratio of peaks."""
     attention: dict[Format, AttentionConstants] = {}
     """Constants of attention by format, as ``products``."""
-    collectives: dict[Operation, CollectiveConstants] = {}
+    collectives: dict[MeasuredCollective, CollectiveConstants] = {}
     """Constants of collectives by operation."""
     memory: MemoryConstants = MemoryConstants()
     network: NetworkConstants = NetworkConstants()

@@ -8,9 +8,9 @@ from hexad.config.model import Integer, Name, Positive, PositiveFloat, SettingsG
 
 from .constants import Constants, Format
 
-Peak = Literal["fp64", "fp32", "bf16", "fp8", "fp4"]
+PeakFormat = Literal["fp64", "fp32", "bf16", "fp8", "fp4"]
 """A format that data sheets state a peak for; ``bf16`` is the 16-bit one."""
-PEAK_OF: dict[Format, Peak] = {
+PEAK_OF: dict[Format, PeakFormat] = {
     "fp64": "fp64",
     "fp32": "fp32",
     "bf16": "bf16",
@@ -49,7 +49,7 @@ class Hardware(SettingsGroup):
     """Streaming multiprocessors or compute units; 1 for a CPU."""
     tiles: Annotated[tuple[tuple[Positive, Positive], ...], Field(min_length=1)] = TILES
     """Rows and columns of the results that its kernels compute as a unit."""
-    peaks_tflops: dict[Peak, PositiveFloat]
+    peaks_tflops: dict[PeakFormat, PositiveFloat]
     """Dense matrix-multiply peaks without sparsity, TFLOP/s; fp32 with TF32 off."""
     memory_gib: dict[Positive, PositiveFloat] = {}
     """GB that it is sold with -> GiB that programs can use, which is less: the driver keeps some, and

@@ -13,12 +13,12 @@ from ..simulate import Costs, peak_memory, simulate
 from .greedy import Preference, greedy
 from .published import ONE_STAGE, V_SHAPED, gpipe, interleaved
 
-Placement = tuple[int, ...]
+StageRanks = tuple[int, ...]
 
 _SLACK = 1e-9
 
 
-def placements(pipeline: int, virtual_stages: int) -> tuple[Placement, ...]:
+def placements(pipeline: int, virtual_stages: int) -> tuple[StageRanks, ...]:
     """The placements of stages that ``auto`` considers.
 
     With one stage per rank requested, also two of half the size: V-shaped, or round-robin.
@@ -33,10 +33,10 @@ def search(
     pipeline: int,
     microbatches: int,
     virtual_stages: int = 1,
-    costs: Costs | Callable[[Placement], Costs | None] | None = None,
+    costs: Costs | Callable[[StageRanks], Costs | None] | None = None,
     memory: float | None = None,
     *,
-    among: Sequence[Placement] | None = None,
+    among: Sequence[StageRanks] | None = None,
     effort: int = 200_000,
 ) -> Schedule:
     """The schedule with the shortest simulated makespan found; of equal ones that with less memory.
@@ -86,7 +86,7 @@ def search(
     return Schedule("auto", microbatches, best.placement, best.ranks)
 
 
-def named(pipeline: int, microbatches: int, placement: Placement) -> Iterator[Schedule]:
+def named(pipeline: int, microbatches: int, placement: StageRanks) -> Iterator[Schedule]:
     """The named schedules, in their default form, for a placement."""
     per_rank = len(placement) // pipeline
     if placement == looped(pipeline, per_rank):
@@ -100,7 +100,7 @@ def named(pipeline: int, microbatches: int, placement: Placement) -> Iterator[Sc
 
 
 def _costs(
-    costs: Costs | Callable[[Placement], Costs | None] | None, placement: Placement, pipeline: int
+    costs: Costs | Callable[[StageRanks], Costs | None] | None, placement: StageRanks, pipeline: int
 ) -> Costs | None:
     if costs is None:
         return Costs.uniform(len(placement), len(placement) // pipeline)
@@ -109,7 +109,7 @@ def _costs(
     return costs(placement)
 
 
-def _shares(placement: Placement, costs: Costs) -> list[float]:
+def _shares(placement: StageRanks, costs: Costs) -> list[float]:
     """The activation memory of one microbatch in all stages of a rank, for each rank."""
     shares = [0.0] * (max(placement) + 1)
     for rank, activation in zip(placement, costs.activation):
@@ -118,9 +118,9 @@ def _shares(placement: Placement, costs: Costs) -> list[float]:
 
 
 def _candidates(
-    pipeline: int, microbatches: int, options: Sequence[tuple[Placement, Costs]], memory: float, effort: int
+    pipeline: int, microbatches: int, options: Sequence[tuple[StageRanks, Costs]], memory: float, effort: int
 ) -> Iterator[tuple[Schedule, Costs]]:
-    known: dict[tuple[Placement, str], Schedule] = {}
+    known: dict[tuple[StageRanks, str], Schedule] = {}
     for placement, costs in options:
         for schedule in named(pipeline, microbatches, placement):
             known[placement, schedule.name] = schedule
@@ -141,7 +141,7 @@ def _candidates(
 
 
 def _recipes(
-    placement: Placement, costs: Costs, pipeline: int, memory: float
+    placement: StageRanks, costs: Costs, pipeline: int, memory: float
 ) -> Iterator[tuple[Preference, str | None]]:
     """Heuristics, some with a schedule to follow, in order of their usual gain."""
     most = int(memory / max(_shares(placement, costs)) * len(placement) / pipeline * (1 + _SLACK))

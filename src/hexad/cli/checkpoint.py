@@ -138,8 +138,8 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
             raise HexadError(f"--from: found {source} without a directory; write {kind}:DIR")
         _import_checkpoint(kind, Path(directory), Path(target), model, weights_only, as_json)
         return
-    for option, given in {"--model": model, "--weights-only": weights_only}.items():
-        if given:
+    for option, value in {"--model": model, "--weights-only": weights_only}.items():
+        if value:
             raise HexadError(
                 f"{option}: found with --from {source}; it is for --from ds:DIR and --from megatron:DIR"
             )
@@ -169,9 +169,9 @@ def _import_checkpoint(
 ) -> None:
     """Import a checkpoint of another system."""
     system = import_module(f"hexad.compat.{_SYSTEMS[kind]}.import_checkpoint")
-    given = None if model is None else Path(model)
+    model_path = None if model is None else Path(model)
     try:
-        imported: ImportResult = system.import_checkpoint(source, target, _resolved, given, weights_only)
+        imported: ImportResult = system.import_checkpoint(source, target, _resolved, model_path, weights_only)
     except HexadError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -82,20 +82,20 @@ def first_run(
     Raises:
         HexadError: settings that do not fit each other or the ranks.
     """
-    given = _given(name, data, validation, tokenizer)
-    apply_overrides(given, overrides)
-    config = build_config(given)
+    settings = _option_settings(name, data, validation, tokenizer)
+    apply_overrides(settings, overrides)
+    config = build_config(settings)
     layout = planned_layout(config, ranks)
-    batch = given.setdefault("batch", {})
+    batch = settings.setdefault("batch", {})
     if "global" not in batch:  # the default, or the next number that the ranks can divide
         per_pass = config.batch.micro * int(layout.data)
         batch["global"] = -(-config.batch.global_ // per_pass) * per_pass
-    config = build_config(given)
+    config = build_config(settings)
     check_config(config, layout)
-    return commented(_tree(given, config), _HEAD), config
+    return commented(_tree(settings, config), _HEAD), config
 
 
-def _given(
+def _option_settings(
     name: str | None, data: str | None, validation: str | None, tokenizer: str | None
 ) -> dict[str, Any]:
     """The settings that the options stand for, as a raw tree."""
@@ -113,14 +113,14 @@ def _given(
     return tree
 
 
-def _tree(given: dict[str, Any], config: Config) -> dict[str, dict[str, Any]]:
-    """The settings to write: those that are always shown, and those given."""
+def _tree(settings: dict[str, Any], config: Config) -> dict[str, dict[str, Any]]:
+    """The settings to write: those that are always shown, and those of the options."""
     shown = _SHOWN if config.model.preset is None else {**_SHOWN, "model": ()}
     tree: dict[str, dict[str, Any]] = {}
     # "auto" stays where the user leaves it open: the model's was completed while loading.
     for group, defaults in Config().model_dump(mode="json", by_alias=True).items():
-        values = {**defaults, **given.get(group, {})}
-        keys = {*given.get(group, {}), *shown.get(group, ())}
+        values = {**defaults, **settings.get(group, {})}
+        keys = {*settings.get(group, {}), *shown.get(group, ())}
         tree[group] = {key: value for key, value in values.items() if key in keys}
     return {group: values for group, values in tree.items() if values}
 
@@ -155,8 +155,8 @@ def config() -> None:
 @json_option
 def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the configuration with preset, family and defaults filled in, but not resolved for a world."""
-    given = load_config(path, overrides)
-    answer(as_json, given.model_dump(mode="json", by_alias=True), dump_config(given).rstrip("\n"))
+    settings = load_config(path, overrides)
+    answer(as_json, settings.model_dump(mode="json", by_alias=True), dump_config(settings).rstrip("\n"))
 
 
 @config.command("check")
@@ -182,28 +182,28 @@ def check(
     from hexad.show.summary import degrees_text, summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
-    given = load_config(path, overrides)
-    layout = planned_layout(given, world)
-    check_config(given, layout)
-    if given.run.device == "cuda" and not elsewhere and not gpu_visible():
+    settings = load_config(path, overrides)
+    layout = planned_layout(settings, world)
+    check_config(settings, layout)
+    if settings.run.device == "cuda" and not elsewhere and not gpu_visible():
         raise ConfigError(
             "run.device",
             "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
         )
-    if given.precision.dtype == "fp8" and not elsewhere:
+    if settings.precision.dtype == "fp8" and not elsewhere:
         from hexad.launching.environment import environment
         from hexad.launching.launch import check_device, pick_device
 
-        check_device(given, pick_device(given.run.device, environment()))
+        check_device(settings, pick_device(settings.run.device, environment()))
     if not elsewhere:
-        check_dispatcher(given)
-    sizing = given.data.train is None
+        check_dispatcher(settings)
+    sizing = settings.data.train is None
     checked = check_without_data if sizing else check_machine
-    vocab = None if elsewhere else checked(given)
-    resolved = resolve(given, layout, vocab)
-    planned, planned_here = given, resolved
-    if given.run.device == "auto" and not elsewhere and not gpu_visible():  # where it would be trained
-        planned = given.model_copy(update={"run": given.run.model_copy(update={"device": "cpu"})})
+    vocab = None if elsewhere else checked(settings)
+    resolved = resolve(settings, layout, vocab)
+    planned, planned_here = settings, resolved
+    if settings.run.device == "auto" and not elsewhere and not gpu_visible():  # where it would be trained
+        planned = settings.model_copy(update={"run": settings.run.model_copy(update={"device": "cpu"})})
         planned_here = resolve(planned, layout, vocab)
     ranks = per_pipeline_rank(planned_here)
     facts = summary(planned_here, ranks)
@@ -216,9 +216,9 @@ def check(
         f"{path}: valid for {counted(layout.world, 'rank')}{degrees_text(sizes)}",
         *summary_lines(planned, planned_here, ranks),
         *([NO_DATA] if sizing else []),
-        *_of_bytes(given),
-        *([] if planned is given else [_NO_GPU]),
-        *_warmup(given),
+        *_of_bytes(settings),
+        *([] if planned is settings else [_NO_GPU]),
+        *_warmup(settings),
         *(f"note: {note}" for note in notes),
         *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),
     )

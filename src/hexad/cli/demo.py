@@ -81,9 +81,9 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
     if not directory.strip():
         raise HexadError("--dir: found an empty name, expected a directory such as runs/demo")
-    given = load_config(None, overrides).run  # refuse wrong settings first
-    if "dir" in given.model_fields_set:
-        raise ConfigError("run.dir", f"found {given.dir}, but everything is written to --dir {directory}")
+    run = load_config(None, overrides).run  # refuse wrong settings first
+    if "dir" in run.model_fields_set:
+        raise ConfigError("run.dir", f"found {run.dir}, but everything is written to --dir {directory}")
     where = Path(directory)
     click.echo("1. tokenizer and dataset from Python's standard library", err=True)
     data = build_demo_data(where / "data")

@@ -116,7 +116,7 @@ class _Lines:
 
 
 def evaluate_here(request: dict[str, Any]) -> None:
-    """Be one rank of the evaluation; the first prints the result."""
+    """Run one rank of the evaluation; the first prints the result."""
     from hexad.api import evaluate as scores_of
     from hexad.engine.evaluation import total
     from hexad.launching.environment import environment

@@ -40,8 +40,8 @@ def megatron(
     if here.joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
     world = here.world if here.joined else nproc
-    own = [option for parameter in megatron.params for option in parameter.opts if option.startswith("--")]
-    translation = translate(flags, world, ["--help", *own], ignore)
+    names = [name for parameter in megatron.params for name in parameter.opts if name.startswith("--")]
+    translation = translate(flags, world, ["--help", *names], ignore)
     _check(translation.tree, world)
     if print_config:
         document = {"config": translation.tree, "notes": translation.notes}

@@ -146,7 +146,7 @@ def _prompt_ids(saved: SavedModel) -> Callable[[Mapping[str, Any], str], tuple[i
 
 
 def score_here(request: dict[str, Any]) -> None:
-    """Be one rank of the command; the first reads and writes."""
+    """Run one rank of the command; the first reads and writes."""
     from hexad.comm import from_first
     from hexad.dataset.files import exclusive
     from hexad.engine.scoring import Scorer

@@ -74,7 +74,7 @@ def _name(source: str) -> str:
 
 
 def serve_here(request: dict[str, Any]) -> None:
-    """Be one rank of the server."""
+    """Run one rank of the server."""
     from hexad.generation.server.serve import serve as serve_rank
     from hexad.planning.saved_model import generating_model
 

@@ -60,7 +60,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
 
 def train_here(request: dict[str, Any]) -> None:
-    """Be one rank of the run; with ``--json`` the first one prints how it ended."""
+    """Run one rank of the training; with ``--json`` the first one prints how it ended."""
     from hexad.training.loop import train as train_run
 
     config = load_config(request["path"], request["overrides"])
@@ -92,7 +92,7 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
+def _print_plan(settings: Config, resolved: Resolved, as_json: bool) -> None:
     """Print the summary, each line a comment, then the stages and the resolved configuration."""
     from hexad.planning.advice import advice
     from hexad.planning.memory import largest, per_pipeline_rank
@@ -123,10 +123,10 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
         return
     if config.run.device == "cuda" and not gpu_visible():
         click.echo("note: no GPU is visible here, so that run.device: cuda cannot start here", err=True)
-    for line in (*summary_lines(given, resolved, per_rank), *(f"note: {note}" for note in notes)):
+    for line in (*summary_lines(settings, resolved, per_rank), *(f"note: {note}" for note in notes)):
         click.echo(f"# {line}")
     if layout.pipeline > 1:
         for stage, (part, rank) in enumerate(zip(plan.layers, plan.schedule.placement)):
-            held = f"layers {part.start} to {part.stop - 1}" if part else "no layer"
-            click.echo(f"# stage {stage} on pipeline rank {rank}: {held}")
+            layers = f"layers {part.start} to {part.stop - 1}" if part else "no layer"
+            click.echo(f"# stage {stage} on pipeline rank {rank}: {layers}")
     click.echo("\n" + dump_config(config), nl=False)

@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer": (_recipe(optim=lambda: _optimizer(lr=0.1, optimizer="sgd")), "found 'sgd'; use adam"),
     "layers": (_recipe(config={"transformer_layer_spec": object()}), "GPTConfig.transformer_layer_spec"),
     "paths": (_paths(train="a"), "found paths of train; name train and validation"),
-    "state": (_restored(load_optim_state=True), "found load_optim_state=True; to go on with all"),
+    "state": (_restored(load_optim_state=True), "found load_optim_state=True; to resume with all"),
     "position": (lambda: _strategy(2, 2, 2), "positional argument"),
     "rate": (_recipe(optim=_optimizer), "OptimizerConfig.lr: found None"),
     "schedule": (

@@ -140,11 +140,11 @@ class DeepSpeedEngine(EngineCheckpoints):
         return ModuleWorkload(self._module, mesh, settings, manners=MANNERS)
 
     def _cast_buffers(self) -> None:
-        wanted = self._config.keys.data_types.buffer_dtype
-        for module in self._module.modules() if wanted is not None else ():
+        dtype = self._config.keys.data_types.buffer_dtype
+        for module in self._module.modules() if dtype is not None else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
-                    setattr(module, name, buffer.to(DTYPES[str(wanted)]))
+                    setattr(module, name, buffer.to(DTYPES[str(dtype)]))
 
     def _report(self) -> None:
         if self.global_rank:
@@ -443,8 +443,8 @@ class DeepSpeedEngine(EngineCheckpoints):
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             names = {*vars(self), *dir(type(self))} - _OF_MODULES
-            own = sorted(known for known in names if not known.startswith("_"))
-            hint = did_you_mean(name, own)
+            attributes = sorted(known for known in names if not known.startswith("_"))
+            hint = did_you_mean(name, attributes)
             raise AttributeError(
                 f"{type(self).__name__} and its module have no {name!r}{hint or '; see docs/deepspeed.md'}"
             ) from None

@@ -110,8 +110,8 @@ class ProcessTopology:
 
     def filter_match(self, **places: int) -> list[int]:
         """The ranks whose places agree with some axes."""
-        wanted = places.items()
-        return [rank for at, rank in self.mapping.items() if wanted <= at._asdict().items()]
+        coordinates = places.items()
+        return [rank for at, rank in self.mapping.items() if coordinates <= at._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks with a place along an axis."""

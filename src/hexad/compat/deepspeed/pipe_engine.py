@@ -145,7 +145,7 @@ class PipelineEngine(DeepSpeedEngine):
         return agreed(lambda: self._read(data_iter, count), self._engine.mesh.world)
 
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> list[tuple[Any, Any]]:
-        """As :meth:`_batches`; of stages in the middle without values."""
+        """Read this rank's microbatches of a step; those of stages in the middle have no values."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return [(None, None)] * count
         source = self._data(data_iter if data_iter is not None else self._data_iterator)

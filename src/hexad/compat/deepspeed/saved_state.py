@@ -166,7 +166,9 @@ def shapes(entries: Iterable[Any], path: Path) -> list[dict[str, tuple[int, ...]
 def adam_step(states: Iterable[Any], groups: Iterable[Any]) -> set[int]:
     """The numbers of updates that the states of parameters have, or else their groups."""
     for holders in (states, groups):
-        steps = {_number(held["step"]) for held in holders if isinstance(held, Mapping) and "step" in held}
+        steps = {
+            _number(holder["step"]) for holder in holders if isinstance(holder, Mapping) and "step" in holder
+        }
         if steps:
             return steps
     return set()
@@ -221,12 +223,12 @@ def _encoded(value: Any, name: str) -> dict[str, Any] | None:
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """The dynamic scale of fp16, as Hexad's ``LossScaler`` keeps it; empty without one."""
     scaler = optimizer.get("loss_scaler")
-    held = scaler.held if isinstance(scaler, Inert) else optimizer
+    values = scaler.held if isinstance(scaler, Inert) else optimizer
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
-    if not optimizer.get("dynamic_loss_scale") or any(name not in held for name in names):
+    if not optimizer.get("dynamic_loss_scale") or any(name not in values for name in names):
         return {}
-    scale, done, last, window = (float(held[name]) for name in names)
-    patience = int(held.get("cur_hysteresis", 1))
+    scale, done, last, window = (float(values[name]) for name in names)
+    patience = int(values.get("cur_hysteresis", 1))
     return {"loss_scale": {"scale": scale, "clean": int(done - last - 1) % int(window), "patience": patience}}
 
 
@@ -347,24 +349,24 @@ def _assigned(
     for number, group in enumerate(groups):
         if vectors is not None:
             # DeepSpeed's fused Adam: a group is one vector, and one parameter to the optimizer.
-            held = _moments(states.get(number, {}))
+            tensors = _moments(states.get(number, {}))
             begin, total = 0, vectors[number].numel()
             while begin < total:
                 name = names.next(number, None, vectors[number][begin:])
                 end = begin + parameters[name].numel()
-                parts = {kind: tensor[begin:end] for kind, tensor in held.items()}
+                parts = {kind: tensor[begin:end] for kind, tensor in tensors.items()}
                 yield name, vectors[number][begin:end], parts
                 begin = end
             continue
         for place, key in enumerate(group["params"]):
             master = None if lists is None else lists[number][place]
             moments = states.get(key, {})
-            held = _moments(moments)
-            if master is None and not held:
+            tensors = _moments(moments)
+            if master is None and not tensors:
                 continue  # the module's weights, before a first step
-            shape = moments[next(iter(held))].shape if master is None else master.shape
+            shape = moments[next(iter(tensors))].shape if master is None else master.shape
             name = names.next(number, shape, master)
-            yield name, None if master is None else master.flatten(), held
+            yield name, None if master is None else master.flatten(), tensors
     names.check()
 
 

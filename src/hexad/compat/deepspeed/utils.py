@@ -178,8 +178,8 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_modules: Iterable[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark the modules of some classes, or with some names of classes, without effect; returns them."""
-    wanted = list(leaf_modules)
-    kinds, names = tuple(leaf for leaf in wanted if isinstance(leaf, type)), [str(leaf) for leaf in wanted]
+    leaves = list(leaf_modules)
+    kinds, names = tuple(leaf for leaf in leaves if isinstance(leaf, type)), [str(leaf) for leaf in leaves]
     marked = [module for module in model.modules() if isinstance(module, kinds) or _class_in(module, names)]
     for module in marked:
         set_z3_leaf_module(module, True)

@@ -58,9 +58,9 @@ def GatheredParameters(
     """
     if isinstance(params, nn.Module):
         raise HexadError("GatheredParameters: found a module; pass module.parameters()")
-    given = [params] if isinstance(params, Tensor) else params
-    wanted = [p for p in given if isinstance(p, Tensor)]  # transformers lists biases that are None
-    found = dict.fromkeys(owner for p in wanted if (owner := owner_of(p)) is not None) if enabled else {}
+    tensors = [params] if isinstance(params, Tensor) else params
+    parameters = [p for p in tensors if isinstance(p, Tensor)]  # transformers lists biases that are None
+    found = dict.fromkeys(owner for p in parameters if (owner := owner_of(p)) is not None) if enabled else {}
     owners = sorted(found, key=lambda owner: owner[0].buckets.index(owner[1]))  # the same on all ranks
     for engine, _ in owners if modifier_rank is not None else ():
         mesh = engine.mesh

@@ -131,8 +131,8 @@ class _Model:
         frozen = shapes([self.model.get("frozen_param_shapes") or {}], self.file)[0]
         parts = [model.get("frozen_param_fragments") or {} for model in self.models]
         for name, shape in frozen.items():
-            held = [entry(part, path, name, Tensor).flatten() for path, part in zip(self.files, parts)]
-            tensors[name] = _joined(shape, held, self.file)
+            fragments = [entry(part, path, name, Tensor).flatten() for path, part in zip(self.files, parts)]
+            tensors[name] = _joined(shape, fragments, self.file)
         for name in entry(self.model, self.file, "buffer_names", list):
             tensors[name] = SavedTensor.complete(entry(self.module, self.file, name, Tensor), self.file)
         return tensors
@@ -168,14 +168,14 @@ class _Zero(_Model):
 
     def state(self) -> SavedState:
         """The complete state that the checkpoint's files hold."""
-        bases = [self._base(*held) for held in zip(self.shard_files, self.optimizers)]
-        held = [self._adam(base) for base in bases]
+        bases = [self._base(*pair) for pair in zip(self.shard_files, self.optimizers)]
+        rank_states = [self._adam(base) for base in bases]
         moments = {}
         for kind in MOMENTS:
-            if all(isinstance(state.get(kind), Tensor) for states in held for state in states):
-                moments[kind] = self._tensors([[state[kind] for state in states] for states in held])
+            if all(isinstance(state.get(kind), Tensor) for states in rank_states for state in states):
+                moments[kind] = self._tensors([[state[kind] for state in states] for states in rank_states])
         settings: list[list[Any]] = [base.get("param_groups", []) for base in bases]
-        updates = adam_step(chain(*held), chain(*settings))
+        updates = adam_step(chain(*rank_states), chain(*settings))
         masters = self._tensors(self._masters())
         return self.saved(masters, moments, updates, self.optimizers[0], settings[0])
 
@@ -205,8 +205,8 @@ class _Zero(_Model):
     def _adam(self, base: Shard) -> list[Shard]:
         """The optimizer's state of each group, empty where there is none."""
         states = base.get("state", {})
-        held = [states.get(n, {}) if isinstance(states, Mapping) else {} for n in range(len(self.groups))]
-        return [state if isinstance(state, Mapping) else {} for state in held]
+        by_group = [states.get(n, {}) if isinstance(states, Mapping) else {} for n in range(len(self.groups))]
+        return [state if isinstance(state, Mapping) else {} for state in by_group]
 
     def _tensors(self, parts: Sequence[Sequence[Tensor]]) -> dict[str, SavedTensor]:
         """The parameters in vectors, by rank and group, that are like the master weights'."""
@@ -307,19 +307,19 @@ FOLDER = "zero"
 def read_universal(directory: Path) -> SavedState:
     """The state in a directory that DeepSpeed's ``ds_to_universal`` wrote."""
     model, folder = _Model(directory, *model_files(directory)), directory / FOLDER
-    wanted = {name: shape for group in model.groups for name, shape in group.items()}
-    weights = {name: _tensor(folder, name, "fp32", shape) for name, shape in wanted.items()}
+    shape_of = {name: shape for group in model.groups for name, shape in group.items()}
+    weights = {name: _tensor(folder, name, "fp32", shape) for name, shape in shape_of.items()}
     moments = {}
     for kind in MOMENTS:
-        lacking = [name for name in wanted if not (folder / name / f"{kind}.pt").is_file()]
+        lacking = [name for name in shape_of if not (folder / name / f"{kind}.pt").is_file()]
         if not lacking:
-            moments[kind] = {name: _tensor(folder, name, kind, shape) for name, shape in wanted.items()}
-        elif len(lacking) < len(wanted):
+            moments[kind] = {name: _tensor(folder, name, kind, shape) for name, shape in shape_of.items()}
+        elif len(lacking) < len(shape_of):
             raise HexadError(f"{folder / lacking[0] / kind}.pt: missing; other parameters have {kind}")
     path = folder / "optimizer_state.pt"
     optimizer = entry({path.name: load_file(path)}, path, path.name, Mapping)
     groups = optimizer.get("param_groups", [])
-    return model.saved(weights, moments, _updates(folder, wanted, optimizer, groups), optimizer, groups)
+    return model.saved(weights, moments, _updates(folder, shape_of, optimizer, groups), optimizer, groups)
 
 
 def _tensor(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> SavedTensor:

@@ -51,23 +51,23 @@ def adopted_optimizer(
     Raises:
         HexadError: it is neither, has a parameter twice, or one that the module does not have.
     """
-    wanted: Any = trained(module) if parameters is None else list(parameters)
-    held = set(module.parameters())
-    if not wanted and held and parameters is not None:
+    trained_parameters: Any = trained(module) if parameters is None else list(parameters)
+    parameters_of_module = set(module.parameters())
+    if not trained_parameters and parameters_of_module and parameters is not None:
         raise HexadError("model_parameters: found none; pass those to train, or leave it out to train all")
-    if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
-        wanted = [nn.Parameter(torch.zeros(1))]
+    if not trained_parameters:  # of a pipeline's stage without parameters: torch refuses an empty list
+        trained_parameters = [nn.Parameter(torch.zeros(1))]
     if isinstance(given, torch.optim.Optimizer):
         optimizer = given
     elif callable(given):
-        optimizer = given(wanted)
+        optimizer = given(trained_parameters)
     else:
         raise HexadError(
             f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
         )
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    others = [tuple(parameter.shape) for parameter in listed if parameter not in held]
-    if others and held:  # a pipeline's stage without parameters has a placeholder
+    others = [tuple(parameter.shape) for parameter in listed if parameter not in parameters_of_module]
+    if others and parameters_of_module:  # a pipeline's stage without parameters has a placeholder
         raise HexadError(
             f"optimizer: found {len(others)} of {len(listed)} parameters that the model does not have, the "
             f"first of shape {others[0]}; make them parameters of the model, or leave them out"
@@ -75,7 +75,7 @@ def adopted_optimizer(
     if len(set(listed)) < len(listed):
         raise HexadError("optimizer: found a parameter twice; each belongs to one group")
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in held]
+        group["params"] = [parameter for parameter in group["params"] if parameter in parameters_of_module]
     if not keeps_groups:
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     for parameter in set(trained(module)) - set(listed):

@@ -114,8 +114,8 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool, hint: str) -
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
     if resumes and isinstance(engine.optimizer.rule, TorchOptimizer):
         engine.optimizer.rule.check(manifest.progress.get("optimizer", {}))
-    own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
-    lacking = lacking_names(own, axis, path, manifest, strict, hint)
+    local_names = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
+    lacking = lacking_names(local_names, axis, path, manifest, strict, hint)
     load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
     if resumes:
         engine.restored(manifest.progress)
@@ -164,19 +164,19 @@ def common(tag: str, axis: Axis, validation: str) -> str:
 
 
 def lacking_names(
-    own: set[str], axis: Axis, path: Path, manifest: Manifest, strict: bool, hint: str
+    local_names: set[str], axis: Axis, path: Path, manifest: Manifest, strict: bool, hint: str
 ) -> set[str]:
-    """Names of the module's tensors that a checkpoint does not have, the same on all ranks; ``own`` are those
-    that this rank holds, with ``model.`` before each.
+    """Names of the module's tensors that a checkpoint does not have, the same on all ranks; ``local_names``
+    are those of this rank, with ``model.`` before each.
 
     Raises:
         AgreedError: there are some, or the checkpoint has others, and ``strict`` refuses that.
     """
-    held = merged(own, axis, set.union)
+    all_names = merged(local_names, axis, set.union)
     stored = {name for name in manifest.tensors if name.startswith("model.")}
     problems = [
         f"{what}: {_shown(names)}"
-        for what, names in (("missing", held - stored), ("unexpected", stored - held))
+        for what, names in (("missing", all_names - stored), ("unexpected", stored - all_names))
         if names
     ]
     text = f"{path}: found a checkpoint of another module ({'; '.join(problems)})"
@@ -184,7 +184,7 @@ def lacking_names(
         raise AgreedError(f"{text}; load it into the same module, or with {hint}")
     if problems and not axis.rank:
         log.warning("%s; what is missing stays as it is, what is unexpected is ignored", text)
-    return {name.removeprefix("model.") for name in held - stored}
+    return {name.removeprefix("model.") for name in all_names - stored}
 
 
 def _shown(names: set[str], most: int = 8) -> str:

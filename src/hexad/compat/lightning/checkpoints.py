@@ -35,7 +35,7 @@ from .training import ModuleTraining, group_states
 
 _LENIENT = "LightningModule.strict_loading = False"
 _KEY = "lightning"
-"""Of Lightning's part of a checkpoint's progress."""
+"""Key of Lightning's part of a checkpoint's progress."""
 NO_NAMES: dict[str, Any] = {"numbers": [], "complex": [], "aliases": {}}
 """What :func:`_names` says of tensors that are all stored under their only name, in their shape."""
 
@@ -276,8 +276,8 @@ def fill_module(
         tags.load(engine, saved.path, False, strict, _LENIENT)
         return
     chunks = module_chunks(module, mesh)
-    own = {chunk.name for chunk in chunks}
-    lacking = tags.lacking_names(own, mesh.world, saved.path, saved.manifest, strict, _LENIENT)
+    names = {chunk.name for chunk in chunks}
+    lacking = tags.lacking_names(names, mesh.world, saved.path, saved.manifest, strict, _LENIENT)
     wanted = [chunk for chunk in chunks if chunk.name.removeprefix("model.") not in lacking]
     load_chunks(saved.path, wanted, mesh.world)
 

@@ -184,10 +184,10 @@ def even_batches(samples: int, ranks: int, rank: int, size: int) -> list[range] 
         None where a rank would have fewer samples than batches.
     """
     count = ceil(ceil(samples / ranks) / size)
-    own = range(rank, samples, ranks)
+    places = range(rank, samples, ranks)
     if samples // ranks < count or not count:
         return None
-    batches = [own[begin : begin + size] for begin in range(0, len(own), size)]
+    batches = [places[begin : begin + size] for begin in range(0, len(places), size)]
     if len(batches) < count:  # others have one sample more
         last = batches.pop()
         batches += [last[:-1], last[-1:]]

@@ -157,15 +157,15 @@ class EngineModule(LightningModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the module, and of this rank's stages once they are made."""
-        own = super().named_parameters(prefix, recurse, remove_duplicate)
+        """Parameters of the module, and of this rank's stages once they exist."""
+        pairs = super().named_parameters(prefix, recurse, remove_duplicate)
         if not recurse or not self._stages:
-            return own
-        held = nn.ModuleDict({str(number): stage for number, stage in self._stages.items()})
+            return pairs
+        modules = nn.ModuleDict({str(number): stage for number, stage in self._stages.items()})
         begin = f"{prefix}." if prefix else ""
-        stages = held.named_parameters(f"{begin}stages", True, remove_duplicate)
-        mine = set(held.parameters())
-        return chain((pair for pair in own if pair[1] not in mine), stages)
+        stages = modules.named_parameters(f"{begin}stages", True, remove_duplicate)
+        mine = set(modules.parameters())
+        return chain((pair for pair in pairs if pair[1] not in mine), stages)
 
     def configured_optimizer(self, config: Config) -> ConfiguredOptimizer:
         """The optimizer of a configuration, which the engine steps."""
@@ -174,11 +174,11 @@ class EngineModule(LightningModule):
 
     def adopted(self, optimizer: torch.optim.Optimizer, stages: Mapping[int, nn.Module]) -> Any:
         """An optimizer of :meth:`parameters`, restricted to those of this rank's stages."""
-        held = nn.ModuleList(stages.values())
-        elsewhere = set(self.parameters()) - set(held.parameters())  # of other stages' ranks
+        modules = nn.ModuleList(stages.values())
+        elsewhere = set(self.parameters()) - set(modules.parameters())  # of other stages' ranks
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if p not in elsewhere]
-        return adopted_optimizer(held, optimizer, keeps_groups=True)
+        return adopted_optimizer(modules, optimizer, keeps_groups=True)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> FitOptimizer:
         """What hooks and callbacks see of an optimizer that the engine steps."""
@@ -201,7 +201,7 @@ class EngineModule(LightningModule):
         """The trainer is done; ``failed``: other ranks may be gone."""
 
     def cpu(self) -> Self:
-        """As it is: the engine keeps its parameters where they are."""
+        """No-op with an engine, which keeps its parameters on its device."""
         return self if self.engine is not None else super().cpu()
 
     def _made(self) -> Engine:
@@ -347,15 +347,15 @@ class HexadModule(EngineModule):
             )
         resolved = resolved_alike(self.config, mesh)
         self.config = resolved.config
-        own = is_overridden("loss", self, HexadModule)
+        overridden = is_overridden("loss", self, HexadModule)
         trained = next(self.parameters(), None) is not None
-        loss: Any = (_Head(self) if trained else self.loss) if own else None
+        loss: Any = (_Head(self) if trained else self.loss) if overridden else None
         engine = Engine(resolved, mesh, initialise=False, training=training, loss=loss, optimizer=optimizer)
         self._base = start(engine, mesh.world)
         return engine
 
     def load(self, path: Path, manifest: Manifest, strict: bool) -> None:
-        """As of the base class, with the weights that adapters belong to."""
+        """Load like the base class, and the weights that adapters belong to."""
         engine = self._made()
         agreed(lambda: check_same_model(path, manifest.config, engine.config), engine.mesh.world)
         if engine.training and (saved := manifest.progress.get("data")):
@@ -435,7 +435,7 @@ class HexadModule(EngineModule):
     # Data
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """As it is: the engine moves microbatches."""
+        """No-op: the engine moves microbatches."""
         return batch
 
     def train_dataloader(self) -> Any:
@@ -512,7 +512,7 @@ class HexadModule(EngineModule):
         self._log_scores("val_loss")
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """As :meth:`validation_step`; ``test_loss`` is logged."""
+        """Evaluate like :meth:`validation_step`; ``test_loss`` is logged."""
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
     def on_test_epoch_end(self) -> None:

@@ -126,7 +126,7 @@ class PipelineModule(EngineModule):
         return loss
 
     def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """As :meth:`validation_step`; ``test_loss`` is logged."""
+        """Evaluate like :meth:`validation_step`; ``test_loss`` is logged."""
         loss, size = self.evaluated(batch)
         self.log("test_loss", loss, sync_dist=True, batch_size=size)
         return loss

@@ -131,5 +131,5 @@ def adapted_class(kind: type[Precision]) -> type[EnginePrecision]:
 
 
 def _unfilled(kind: type[Precision]) -> EnginePrecision:
-    made = adapted_class(kind)  # type: ignore[arg-type]
-    return made.__new__(made)
+    engine_class = adapted_class(kind)  # type: ignore[arg-type]
+    return engine_class.__new__(engine_class)

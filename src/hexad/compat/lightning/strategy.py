@@ -428,8 +428,8 @@ class HexadStrategy(DDPStrategy):
         return dataloader
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """As of ``DDPStrategy``, but the mean of integers is exact: Lightning divides logged sums by that of
-        the samples, of which ranks may have different numbers in evaluation."""
+        """Reduce like ``DDPStrategy``, but with exact means of integers: Lightning divides logged sums by the
+        mean number of samples, which may differ between ranks in evaluation."""
         mean = str(reduce_op).lower() in ("none", "mean", "avg") or reduce_op == ReduceOp.AVG
         if mean and isinstance(tensor, Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)

@@ -158,9 +158,9 @@ class ModuleTraining:
     def _keep_own_weights(self) -> None:
         """Keep the weights that belong to the module itself complete: Lightning calls its ``training_step``,
         not the module, so that no hook would gather them."""
-        own = set(self.module.parameters(recurse=False))
+        parameters = set(self.module.parameters(recurse=False))
         for bucket in self.engine.buckets:
-            if any(declared.parameter in own for declared in bucket.members):
+            if any(declared.parameter in parameters for declared in bucket.members):
                 self.engine.gatherer.acquire(bucket)
 
     # Backward passes

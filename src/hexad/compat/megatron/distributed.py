@@ -38,23 +38,23 @@ class Wrapper(nn.Module):
     module: nn.Module
 
     def state_dict(self, *inputs: Any, **named: Any) -> Any:
-        """That of the module."""
+        """The state of the module."""
         return self.module.state_dict(*inputs, **named)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        """That of the module."""
+        """The state of the module, for a checkpoint."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(self, prefix: str = "", *inputs: Any, **named: Any) -> Any:
-        """That of the module."""
+        """The sharded state of the module."""
         return self.module.sharded_state_dict(prefix, *inputs, **named)  # type: ignore[operator]
 
     def load_state_dict(self, *inputs: Any, **named: Any) -> Any:
-        """Load the module's."""
+        """Load the state of the module."""
         return self.module.load_state_dict(*inputs, **named)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """That of the module."""
+        """Set the input of the module."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
 

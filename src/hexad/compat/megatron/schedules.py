@@ -170,7 +170,7 @@ class ScriptWorkload(GPTWorkload):
         return Work(tasks, sequences, targets, targets * config.data.sequence, total, divisor=total)
 
     def prepare_evaluation(self, microbatches: Sequence[Any]) -> Work:
-        """As :meth:`prepare`."""
+        """Prepare microbatches of an evaluation, like :meth:`prepare`."""
         return self.prepare(microbatches, 0)
 
     def _tasks(self, microbatches: Sequence[Any]) -> list[Step]:

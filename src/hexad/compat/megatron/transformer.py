@@ -21,7 +21,7 @@ from .enums import (  # noqa: F401
     ModelType,
 )
 from .initialize import get_args
-from .tables import SETTINGS
+from .tables import FLAGS, SETTINGS
 
 _COMPUTED: dict[str, Callable[[Any], Any]] = {
     "ffn_hidden_size": lambda config: 4 * config.hidden_size,
@@ -69,9 +69,6 @@ class TransformerConfig(_Settings):
         )
 
 
-_OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
-"""Setting of a ``TransformerConfig`` -> attribute of ``get_args()``, where they differ."""
-
 _COMPARED = (
     "num_layers",
     "hidden_size",
@@ -91,10 +88,16 @@ _COMPARED = (
 """Settings of which a model has one value only."""
 
 
+def _attribute(setting: str) -> str:
+    """The attribute of ``get_args()`` that a setting is determined by."""
+    flag = FLAGS.get(SETTINGS[setting].target)
+    return setting if flag is None else flag.attribute
+
+
 def core_transformer_config_from_args(args: Namespace, config_class: Any = None) -> Any:
     """The settings of ``get_args()`` as a :class:`TransformerConfig`."""
     settings = dict(vars(args))
-    settings |= {name: getattr(args, attribute) for name, attribute in _OTHER_NAMES.items()}
+    settings |= {name: getattr(args, _attribute(name)) for name in ("layernorm_epsilon", "num_moe_experts")}
     settings |= {
         "gated_linear_unit": args.swiglu,
         "pipeline_dtype": args.params_dtype,
@@ -135,7 +138,7 @@ def check_config(config: Any) -> None:
         HexadError: naming the first setting.
     """
     args = get_args()
-    known = {name: getattr(args, _OTHER_NAMES.get(name, name)) for name in _COMPARED}
+    known = {name: getattr(args, _attribute(name)) for name in _COMPARED}
     check_agrees("config", {name: getattr(config, name, None) for name in _COMPARED}, known)
 
 

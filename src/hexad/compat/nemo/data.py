@@ -278,7 +278,7 @@ class FineTuningDataModule(TextDataModule):
         ]
 
     def _prefixes(self, directory: str, tokenizer: str) -> dict[str, str]:
-        """Of the data built with a tokenizer, by the names of the files of lines that are there."""
+        """Prefixes of the data built with a tokenizer, by the names of the files of lines that exist."""
         prefixes = {}
         for name in ("training", "validation"):
             if self._file(name).is_file():

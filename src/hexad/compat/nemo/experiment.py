@@ -47,7 +47,7 @@ class Trainer(pl.Trainer):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> None:
-        """As ``lightning.pytorch.Trainer.fit``; ``train_dataloaders`` may be the data module too."""
+        """Train like Lightning's ``Trainer.fit``; ``train_dataloaders`` may be the data module too."""
         if configure(self, model, _data_module(train_dataloaders, datamodule)):
             train_dataloaders = val_dataloaders = datamodule = None
             if isinstance(self.val_check_interval, int):
@@ -64,7 +64,7 @@ class Trainer(pl.Trainer):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """As ``lightning.pytorch.Trainer.validate``; ``dataloaders`` may be the data module too."""
+        """Validate like Lightning's ``Trainer.validate``; ``dataloaders`` may be the data module too."""
         dataloaders, datamodule = self._evaluated(model, dataloaders, datamodule)
         return super().validate(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -77,7 +77,7 @@ class Trainer(pl.Trainer):
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """As :meth:`validate`."""
+        """Test, with the arguments of :meth:`validate`."""
         dataloaders, datamodule = self._evaluated(model, dataloaders, datamodule)
         return super().test(model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
@@ -202,8 +202,8 @@ class NeMoLogger:
             if isinstance(callback, LightningCheckpoint):
                 callback.dirpath = str(callback.dirpath or directory / "checkpoints")
                 monitored = f"{{{callback.monitor}:.4f}}-" if callback.monitor else ""
-                given = callback.filename or f"{{model_name}}--{monitored}{{step}}-{{consumed_samples}}"
-                callback.filename = given.replace("{model_name}", self.name)
+                template = callback.filename or f"{{model_name}}--{monitored}{{step}}-{{consumed_samples}}"
+                callback.filename = template.replace("{model_name}", self.name)
 
 
 def _of_first_rank(text: str, trainer: pl.Trainer) -> str:
@@ -246,7 +246,7 @@ class RestoreConfig:
         if self.load_optim_state or self.adapter_path is not None:
             name = "load_optim_state" if self.load_optim_state else "adapter_path"
             raise HexadError(
-                f"RestoreConfig: found {name}={getattr(self, name)!r}; to go on with all of a checkpoint "
+                f"RestoreConfig: found {name}={getattr(self, name)!r}; to resume with all of a checkpoint "
                 "pass AutoResume(resume_from_path=...)"
             )
 

@@ -73,12 +73,12 @@ class HookedModule(EngineModule):
         parallel, ranks = config.parallel, mesh.pipeline.size
         schedule = build_schedule(parallel.schedule, ranks, ranks, parallel.virtual_stages)
         self._last = schedule.stages - 1
-        own = schedule.stages_of(mesh.pipeline.rank)
+        numbers = schedule.stages_of(mesh.pipeline.rank)
         self._owners = {}
         dtype = DTYPES[config.precision.dtype]
 
         def stage(number: int) -> nn.Module:
-            owner = self.user if number == own[0] else _again(self.user, own.index(number))
+            owner = self.user if number == numbers[0] else _again(self.user, numbers.index(number))
             module = _module_of(owner)
             self._owners[module] = owner
             return _in_format(module.to(mesh.device), dtype, number == 0, number == self._last)
@@ -95,8 +95,8 @@ class HookedModule(EngineModule):
         return Engine(workload, mesh, training=training, optimizer=optimizer, initialise=False)
 
     def set_up(self, mesh: Mesh, training: bool, optimizer: Callable[[Any], Any] | None) -> None:
-        """As of :class:`EngineModule`; ``configure_model``, which a trainer calls before each fit and
-        evaluation, may have made other stages, which are not used."""
+        """Set up the engine, like :class:`EngineModule`; ``configure_model``, which a trainer calls before
+        each fit and evaluation, may have created other stages, which are not used."""
         if training and self.engine is not None and not self.engine.training:
             self.engine = None  # of an evaluation before the fit
         super().set_up(mesh, training, optimizer)
@@ -121,15 +121,15 @@ class HookedModule(EngineModule):
 
     def _hook(self, owner: LightningModule, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
         """A hook of the current kind of step, or of all kinds."""
-        found = next((f for n in (f"{self._kind}_{name}", name) if (f := getattr(owner, n, None))), None)
-        return default if found is None else found
+        hook = next((f for n in (f"{self._kind}_{name}", name) if (f := getattr(owner, n, None))), None)
+        return default if hook is None else hook
 
     def _reduction(self, owner: LightningModule) -> Any:
         """The loss reduction of the current kind of step: a property, or a method that makes one."""
         for name in (f"{self._kind}_loss_reduction", "loss_reduction"):
-            found = getattr(owner, name, None)
-            if found is not None:
-                return found if hasattr(found, "reduce") else found()
+            reduction = getattr(owner, name, None)
+            if reduction is not None:
+                return reduction if hasattr(reduction, "reduce") else reduction()
         raise HexadError(
             f"{type(owner).__name__}.{self._kind}_loss_reduction: found none; return a "
             "MegatronLossReduction, which makes a loss of what the step returns"
@@ -177,7 +177,7 @@ class HookedModule(EngineModule):
         return loss
 
     def test_step(self, microbatches: Sequence[Any]) -> Tensor:
-        """As :meth:`validation_step`; ``test_loss`` is logged."""
+        """Evaluate like :meth:`validation_step`; ``test_loss`` is logged."""
         loss: Tensor = self.evaluated("test", microbatches)
         self.user.log("test_loss", loss, sync_dist=True, batch_size=1, add_dataloader_idx=False)
         return loss

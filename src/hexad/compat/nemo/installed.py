@@ -44,7 +44,7 @@ _OF_RECIPES = {
     "collections.llm.recipes.optim.adam collections.llm.recipes.precision.mixed_precision "
     "collections.llm.recipes.run.executor",
 }
-"""As ``_MODULES``, of what is made of NeMo-Run's configurations."""
+"""The same for modules that NeMo-Run's configurations replace."""
 
 NAMES = {
     **dict.fromkeys(

@@ -238,11 +238,11 @@ def export_ckpt(
     """
     if target != "hf":
         raise HexadError(f"export_ckpt: found target={target!r}, expected hf")
-    found = find_checkpoint(str(path))
-    place = Path(output_path or found.parent / f"{found.name}-hf")
+    checkpoint = find_checkpoint(str(path))
+    place = Path(output_path or checkpoint.parent / f"{checkpoint.name}-hf")
     if overwrite and (place / "config.json").is_file():
         shutil.rmtree(place)
-    export_checkpoint(found, place)
+    export_checkpoint(checkpoint, place)
     return place
 
 

@@ -96,7 +96,7 @@ PEFT_STR2CLS = {"lora": LoRA, "LoRA": LoRA}
 
 
 def default_optimizer() -> MegatronOptimizerModule:
-    """That of a model without one."""
+    """The optimizer of a model without one."""
     return MegatronOptimizerModule(OptimizerConfig(lr=1e-4, use_distributed_optimizer=True))
 
 

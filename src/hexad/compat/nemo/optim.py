@@ -176,13 +176,13 @@ class MegatronOptimizerModule(OptimizerModule):
 
         def configured(module: LightningModule) -> Any:
             strategy: Any = module.trainer.strategy
-            own = strategy.engine_module
-            if own is None:
+            engine_module = strategy.engine_module
+            if engine_module is None:
                 raise HexadError(
                     f"MegatronOptimizerModule: found a {type(module).__name__} without NeMo's hooks; "
                     "return an optimizer of torch.optim from its configure_optimizers"
                 )
-            return own.configured_optimizer(own.settings())
+            return engine_module.configured_optimizer(engine_module.settings())
 
         model.configure_optimizers = MethodType(configured, model)  # type: ignore[method-assign]
 

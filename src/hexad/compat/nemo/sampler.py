@@ -191,8 +191,8 @@ class MegatronDataSampler(DataSampler):
         """The places of a data rank's microbatches in a step."""
         micro = self.micro_batch_size
         if self.dataloader_type == "batch":
-            own = step[data.rank :: data.size]
-            return [own[first : first + micro] for first in range(0, len(own), micro)]
+            samples = step[data.rank :: data.size]
+            return [samples[first : first + micro] for first in range(0, len(samples), micro)]
         firsts = range(step.start + data.rank * micro, step.stop, data.size * micro)
         return [range(first, min(first + micro, step.stop)) for first in firsts]
 

@@ -198,7 +198,7 @@ class MegatronStrategy(HexadStrategy):
         super().setup(trainer)
 
     def _sampler(self) -> MegatronDataSampler:
-        """That of the trainer's data module, or of the strategy.
+        """The sampler of the trainer's data module, or of the strategy.
 
         Raises:
             HexadError: there is none.
@@ -229,8 +229,8 @@ class MegatronStrategy(HexadStrategy):
         }
         if trainer.max_steps > 0:
             tree["run"]["steps"] = trainer.max_steps
-        own = isinstance(plugin, MegatronMixedPrecision)
-        tree["precision"] = plugin.settings() if own else format_settings(module)  # type: ignore[attr-defined]
+        has_settings = isinstance(plugin, MegatronMixedPrecision)
+        tree["precision"] = plugin.settings() if has_settings else format_settings(module)  # type: ignore[attr-defined]
         optim = getattr(module, "optim", None)
         if isinstance(optim, MegatronOptimizerModule):
             tree |= optim.settings(trainer.max_steps)
@@ -265,19 +265,19 @@ class MegatronStrategy(HexadStrategy):
         return result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`training_step`."""
+        """Evaluate a step of validation, like :meth:`training_step`."""
         if self._driver is None:
             return super().validation_step(*args, **kwargs)
         return self._driver.validation_step(_microbatches(args, kwargs))
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`training_step`."""
+        """Evaluate a step of a test, like :meth:`training_step`."""
         if self._driver is None:
             return super().test_step(*args, **kwargs)
         return self._driver.test_step(_microbatches(args, kwargs))
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`training_step`."""
+        """Compute a step of predictions, like :meth:`training_step`."""
         if self._driver is None:
             return super().predict_step(*args, **kwargs)
         return self._driver.predict_step(_microbatches(args, kwargs))

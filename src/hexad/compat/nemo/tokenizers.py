@@ -85,7 +85,7 @@ class AutoTokenizer(TokenizerSpec):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """That of ``transformers``, for scripts that ask it.
+        """The tokenizer of ``transformers``, for scripts that use it.
 
         Raises:
             HexadError: ``transformers`` is not installed, or has none.

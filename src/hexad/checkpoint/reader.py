@@ -92,7 +92,7 @@ class Checkpoint:
 
         Raises:
             HexadError: a tensor is missing, or has another shape or a format that does not fit.
-            DamagedCheckpoint: so is the file.
+            DamagedCheckpoint: a file is missing, too short, or fails its checksum.
         """
         every = (part for chunk in chunks for part in self._parts(chunk))
         parts = sorted(every, key=lambda part: (part.file, part.span))

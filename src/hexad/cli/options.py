@@ -148,8 +148,8 @@ def option(name: str) -> str:
 
 
 def in_options(message: str, command: click.Command | None) -> str:
-    """A message with options in the place of the names of a command's arguments, or of those of a group's
-    commands, see :class:`~hexad.config.HexadError`."""
+    """A message with ``--top-k`` for the name ``top_k``, see :class:`~hexad.config.HexadError`; of a group
+    with the options of all its commands."""
     from hexad.config import worded  # which takes a while
 
     commands, options = [] if command is None else [command], dict[str, str]()

@@ -221,7 +221,8 @@ class LanguageModel(Workload):
         return min(targets, self.config.batch.micro * self.config.data.sequence)
 
     def _key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
-        """The dropout key of this data rank's microbatch number ``index``: data ranks take turns."""
+        """The dropout key of this data rank's microbatch number ``index``. Microbatch ``index`` of data rank
+        ``r`` of ``D`` is number ``index * D + r`` of the global batch."""
         first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.sequences
         return DropoutKey(self.config.run.seed, step, first)
 

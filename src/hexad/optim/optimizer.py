@@ -110,9 +110,9 @@ class BucketOptimizer:
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
 
-        Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
-        once, and is summed over it too, in parts, so that all ranks see a NaN of any. Groups of ranks may add
-        up in different orders: the largest number counts, so that no replica is clipped by another one.
+        Each rank adds the squares of its shards. A shard with n copies adds 1/n of its squares on each of
+        these n ranks: so it counts once, and a NaN on any rank reaches all. Groups of ranks may add up in
+        different orders: the largest number counts, so that no replica is clipped by another one.
         """
         total = self._norm.new_zeros(1)
         for grid, sharding in self.sharding.items():
@@ -128,7 +128,7 @@ class BucketOptimizer:
         return norm
 
     def _squares(self, grid: Grid) -> dict[int, Tensor]:
-        """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
+        """Number of copies of a shard -> sum of squares of the shards with so many copies."""
         gradients: dict[int, list[Tensor]] = {}
         for bucket in self.buckets:
             traits = bucket.traits

@@ -165,7 +165,7 @@ def _formats(config: CheckedConfig) -> list[str]:
 
 
 def shared_settings(config: CheckedConfig) -> dict[str, Any]:
-    """The settings of :func:`settings_beside_optimizer`, without its checks and notes."""
+    """The settings that scripts and ``run.yaml`` files share: batch, parallel, precision, memory, clip."""
     keys, batch = config.keys, config.batch
     precision: dict[str, Any] = {"dtype": config.dtype}
     if keys.communication_data_type == "bf16" and config.dtype == "bf16":

@@ -216,7 +216,7 @@ def test_one_process_adds_texts_to_a_file(tmp_path: Path) -> None:
     from hexad.config import HexadError
     from hexad.generation.files import TextFile
 
-    message = r"--output: .*out\.jsonl: another process adds texts to it"
+    message = r"output: .*out\.jsonl: another process adds texts to it"
     with TextFile(tmp_path / "out.jsonl"), pytest.raises(HexadError, match=message):
         TextFile(tmp_path / "out.jsonl")
     TextFile(tmp_path / "out.jsonl").__exit__(None)
@@ -236,10 +236,10 @@ def test_one_process_writes_a_directory(tmp_path: Path) -> None:
     from hexad.checkpoint.hugging_face.files import appearing
     from hexad.config import HexadError
 
-    message = r"--to: .*model: process \d+ on \S+ is writing it; wait"
-    with appearing(tmp_path / "a" / "model", "--to") as first:
+    message = r"to: .*model: process \d+ on \S+ is writing it; wait"
+    with appearing(tmp_path / "a" / "model", "to") as first:
         (first / "config.json").write_text("{}")
-        with pytest.raises(HexadError, match=message), appearing(tmp_path / "a" / "model", "--to"):
+        with pytest.raises(HexadError, match=message), appearing(tmp_path / "a" / "model", "to"):
             pass
     assert [path.name for path in (tmp_path / "a" / "model").iterdir()] == ["config.json"]
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]

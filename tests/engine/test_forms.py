@@ -92,9 +92,24 @@ class Batch:
     note: str = ""
 
 
+@dataclass(slots=True)
+class SlottedBatch:
+    """As :class:`Batch`, without a ``__dict__``."""
+
+    tokens: Tensor
+
+
 def test_shapes_in_any_container_make_another_signature() -> None:
     two, three = torch.zeros(2, 3), torch.zeros(3, 3)
-    for wrap in (lambda x: x, lambda x: (x, 1), lambda x: {"x": [x]}, Batch, lambda x: [Batch(x)]):
+    for wrap in (
+        lambda x: x,
+        lambda x: (x, 1),
+        lambda x: {"x": [x]},
+        Batch,
+        lambda x: [Batch(x)],
+        SlottedBatch,
+        lambda x: (Batch, x),
+    ):
         assert signature(wrap(two)) == signature(wrap(two + 1)) != signature(wrap(three))
         assert signature(wrap(two)) != signature(wrap(two.double()))
 

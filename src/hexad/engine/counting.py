@@ -274,7 +274,7 @@ def _check_experts(microbatch: Microbatch, model: ModelSettings) -> None:
 
 
 def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:
-    """Offsets that miss the start of a sequence would let attention reach across sequences in silence."""
+    """Refuse offsets that miss the start of a sequence: attention would cross it unnoticed."""
     total = sequences * length
     starts = set(range(0, total, length))
     ascending = all(a < b for a, b in pairwise(documents))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
@@ -169,7 +169,11 @@ def signature(batch: Any) -> object:
 def _kind(value: Any) -> object:
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
-    return type(value).__name__, signature(vars(value)) if is_dataclass(value) else ()
+    if not is_dataclass(value) or isinstance(value, type):
+        return type(value).__name__
+    return type(value).__name__, signature(
+        {field.name: getattr(value, field.name) for field in fields(value)}
+    )
 
 
 _PROBE = 1 << 20

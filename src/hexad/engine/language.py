@@ -292,13 +292,6 @@ class LanguageModel(Workload):
         targets = sum(part.targets() for part in parts)
         return Work(tasks, sum(part.sequences for part in parts), targets, counts.pairs, targets, 1)
 
-    def evaluated(self, total: Tensor | None, work: Work) -> Tensor:
-        """(sum of token losses in nats, number of targets) of this data rank: float64 ``[2]``."""
-        result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if total is not None:
-            result += torch.stack([total, torch.full_like(total, work.targets)])
-        return result
-
     # Progress
 
     def progress(self) -> dict[str, Any]:

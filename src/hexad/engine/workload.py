@@ -9,6 +9,7 @@ the user's own modules; interfaces have further ones.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -75,7 +76,7 @@ class Work:
     divisor: int
 
 
-class Workload:
+class Workload(ABC):
     """A rank's stages, and what is special about a step of them. Subclasses override what differs.
 
     Args:
@@ -104,17 +105,17 @@ class Workload:
 
     # What stages are, compute, and send to each other
 
+    @abstractmethod
     def stages(self, training: bool) -> Mapping[int, nn.Module]:
         """This rank's stages by number, made once for each engine; without ``training`` all is frozen."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, stage: nn.Module, task: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
         """Run a stage on a task; see :data:`Compute`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def boundary(self, task: Any, stage: int) -> Tensor:
         """An empty tensor like what a stage, which is not the last, computes of a task."""
-        raise NotImplementedError
 
     # Passes
 
@@ -124,12 +125,13 @@ class Workload:
 
     # A training step
 
-    def announce(self, microbatches: Sequence[Any]) -> None:
+    def announce(self, microbatches: Sequence[Any]) -> None:  # noqa: B027 (optional)
         """Start to prepare the next step, while this one runs; all ranks together."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """Wait for what :meth:`announce` has started."""
 
+    @abstractmethod
     def prepare(self, microbatches: Sequence[Any], step: int, divisor: int | None = None) -> Work:
         """The work of one training step, after ``step`` others; all ranks together.
 
@@ -138,7 +140,6 @@ class Workload:
             step: number of steps made so far.
             divisor: in place of what the sum of losses is divided by.
         """
-        raise NotImplementedError
 
     def start_summing(self, total: Tensor | None, work: Work) -> Pending:
         """Start summing what is reported of a step over the ranks that have other microbatches: float64
@@ -162,7 +163,7 @@ class Workload:
         :meth:`BucketOptimizer.step <hexad.optim.optimizer.BucketOptimizer.step>`."""
         return veto
 
-    def updated(self, sums: Tensor, stages: Mapping[int, nn.Module]) -> None:
+    def updated(self, sums: Tensor, stages: Mapping[int, nn.Module]) -> None:  # noqa: B027
         """Adopt, after an update of this rank's stages, what follows from the sums of all ranks."""
 
     def report(self, sums: Sequence[float], work: Work) -> dict[str, Any]:
@@ -171,9 +172,9 @@ class Workload:
 
     # Evaluation
 
+    @abstractmethod
     def prepare_evaluation(self, microbatches: Sequence[Any]) -> Work:
         """The tasks that this rank evaluates; all ranks together."""
-        raise NotImplementedError
 
     def evaluated(self, total: Tensor | None, work: Work) -> Tensor:
         """(sum of losses, what it is to be divided by) of this data rank: float64 ``[2]``, zeros on ranks
@@ -183,7 +184,10 @@ class Workload:
             total: of the losses; None on ranks without the last stage.
             work: of :meth:`prepare_evaluation`.
         """
-        raise NotImplementedError
+        result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if total is not None:
+            result += torch.stack([total, torch.full_like(total, work.targets)])
+        return result
 
     # Progress
 
@@ -191,7 +195,7 @@ class Workload:
         """Progress that a checkpoint keeps beside the state, in JSON's types."""
         return {}
 
-    def restore(self, progress: Mapping[str, Any]) -> None:
+    def restore(self, progress: Mapping[str, Any]) -> None:  # noqa: B027
         """Resume from :meth:`progress`."""
 
 

@@ -86,7 +86,8 @@ class Form:
         if other is not None or all(value is None for value in values):
             kind = "no tensor" if other is None else f"a {type(other).__name__}"
             raise HexadError(
-                f"found {kind} in the result of a stage's last layer, expected a tensor or a tuple of tensors"
+                f"found {kind} in the result of a stage's last layer, expected tensors and None, alone or in "
+                "tuples, lists or dictionaries"
             )
         parts = [
             None

@@ -21,11 +21,9 @@ from hexad.parallel.data.gatherer import ParameterGatherer
 from ..facade.foreign_names import check_arguments
 from .dist_checkpointing import ShardedTensor
 from .distributed import DistributedDataParallel, shardings, wrapped_chunks
-from .settings import check_update
+from .settings import MANNERS, check_update
 from .tables import ARGUMENTS
 
-_CLIP_EPSILON = 1e-6
-"""What Megatron-Core adds to the norm."""
 _KEPT = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps")
 
 
@@ -123,7 +121,7 @@ class MegatronOptimizer:
             mesh.pipeline,
             norm,
             axes,
-            _CLIP_EPSILON,
+            MANNERS.clip_epsilon,
         )
         self.updates = 0
         rates = {"max_lr": config.lr, "min_lr": config.min_lr}

@@ -23,7 +23,7 @@ from .distributed import DistributedDataParallel
 from .enums import ModelType
 from .gpt import GPTWorkload, resolved_model
 from .initialize import get_args
-from .settings import DistributedDataParallelConfig
+from .settings import MANNERS, DistributedDataParallelConfig
 from .tables import ARGUMENTS
 
 
@@ -157,7 +157,7 @@ class ScriptWorkload(GPTWorkload):
         forward_step: ForwardStep | None = None,
     ) -> None:
         compute = compute_of(stages, plan.schedule.stages - 1)
-        super().__init__(stages, mesh, config, plan=plan, compute=compute, boundary=boundary)
+        super().__init__(stages, mesh, config, plan=plan, compute=compute, boundary=boundary, manners=MANNERS)
         self._forward_step = forward_step
         self.reported: list[Any] = []
 

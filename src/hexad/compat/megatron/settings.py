@@ -10,6 +10,10 @@ import torch
 from torch import nn
 
 from hexad.config import HexadError
+from hexad.engine.workload import Manners
+
+MANNERS = Manners(clip_epsilon=1e-6)
+"""What differs in an update by Megatron-Core's optimizers."""
 
 
 @dataclass

@@ -29,13 +29,13 @@ class Line:
 
     Attributes:
         arguments: every known flag's value, and those of the script's own flags.
-        given: the flags that have another value than their default.
+        changed: the flags that have another value than their default.
         written: attributes of the flags on the line.
         notes: what has no effect, for the user.
     """
 
     arguments: Namespace
-    given: tuple[ForeignName, ...]
+    changed: tuple[ForeignName, ...]
     written: frozenset[str]
     notes: tuple[str, ...]
 
@@ -110,13 +110,13 @@ def parse(
             attributes[name] = value
     if attributes["deepspeed"] and attributes["num_experts"] == [1]:  # Megatron-DeepSpeed's default: dense
         attributes["num_experts"] = None
-    given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
-    for flag in given:
+    changed = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
+    for flag in changed:
         if flag.effect == "refused":
             value = "" if flag.kind is bool else shown(attributes[flag.attribute])
             raise ConfigError(flag.name, flag.problem(value))
-    notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
-    return Line(arguments, given, written, (*_ignored({**ignored, **unknown}, names), *notes))
+    notes = _notes(arguments, [flag for flag in changed if flag.attribute in written])
+    return Line(arguments, changed, written, (*_ignored({**ignored, **unknown}, names), *notes))
 
 
 def defaults() -> Arguments:
@@ -261,10 +261,10 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _notes(arguments: Namespace, given: Sequence[ForeignName]) -> tuple[str, ...]:
+def _notes(arguments: Namespace, flags: Sequence[ForeignName]) -> tuple[str, ...]:
     """The flags without effect, those with the same reason in one line."""
     reasons: list[tuple[str, str]] = []
-    for flag in given:
+    for flag in flags:
         if flag.effect == "none":
             reasons.append((flag.name, f": {flag.note}"))
         elif flag.needs and not any(_holds(arguments, condition) for condition in flag.needs):
@@ -275,8 +275,8 @@ def _notes(arguments: Namespace, given: Sequence[ForeignName]) -> tuple[str, ...
 def _holds(arguments: Namespace, condition: str) -> bool:
     """Whether one of :attr:`ForeignName.needs` is met."""
     name, _, value = condition.partition(" ")
-    given = getattr(arguments, FLAGS[name].attribute)
-    return given == value if value else _differs(FLAGS[name], given)
+    set_value = getattr(arguments, FLAGS[name].attribute)
+    return set_value == value if value else _differs(FLAGS[name], set_value)
 
 
 _POSITIVE = (
@@ -373,9 +373,9 @@ def _model(arguments: Namespace) -> None:
 
 def _exclude(arguments: Namespace, *flags: str) -> None:
     """Refuse two of some flags together."""
-    given = [flag for flag in flags if getattr(arguments, FLAGS[flag].attribute)]
-    if len(given) > 1:
-        raise ConfigError(given[1], f"found beside {given[0]}; give one of them")
+    chosen = [flag for flag in flags if getattr(arguments, FLAGS[flag].attribute)]
+    if len(chosen) > 1:
+        raise ConfigError(chosen[1], f"found beside {chosen[0]}; give one of them")
 
 
 def _tokens(arguments: Namespace) -> None:

@@ -112,11 +112,11 @@ def data_settings(
 def _source(arguments: Namespace, directory: str, files: Files, need_data: bool) -> dict[str, Any]:
     """The settings of the data set; adds what is to be written to ``files``."""
     sources = ["data_path", "data_args_path", "train_data_path", "mock_data"]
-    given = [name for name in sources if getattr(arguments, name)]
-    if len(given) != 1:
-        if not given and not need_data:
+    chosen = [name for name in sources if getattr(arguments, name)]
+    if len(chosen) != 1:
+        if not chosen and not need_data:
             return {}
-        flags = ", ".join(map(flag_of, given))
+        flags = ", ".join(map(flag_of, chosen))
         raise ConfigError(
             "--data-path",
             f"found {flags or 'no data'}; give --data-path, --train-data-path or --mock-data",

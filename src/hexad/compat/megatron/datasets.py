@@ -115,8 +115,8 @@ def build_train_valid_test_datasets(
     """
     args = get_args()
     known = {"data_prefix": args.data_path, "splits_string": args.split, "seq_length": args.seq_length}
-    given = {"data_prefix": data_prefix, "splits_string": splits_string, "seq_length": seq_length}
-    check_agrees("build_train_valid_test_datasets", {**given, "seed": seed}, {**known, "seed": args.seed})
+    arguments = {"data_prefix": data_prefix, "splits_string": splits_string, "seq_length": seq_length}
+    check_agrees("build_train_valid_test_datasets", {**arguments, "seed": seed}, {**known, "seed": args.seed})
     return [FlagsData(size, as_text=True) for size in train_valid_test_num_samples]
 
 

@@ -161,7 +161,7 @@ def _within(part: Rectangle, whole: Rectangle) -> tuple[slice, ...]:
 
 
 def _iteration(directory: Path) -> Path:
-    """The directory of the newest iteration, or the given one."""
+    """The directory of the newest iteration, or the one that was given."""
     latest = directory / "latest_checkpointed_iteration.txt"
     newest = directory
     if latest.is_file():
@@ -258,62 +258,62 @@ def import_checkpoint(
     if model is None:
         raise HexadError("--model: missing; name the run.yaml or Hugging Face directory of Megatron's model")
     folder = None if model.suffix in (".yaml", ".yml") else model_directory(model)
-    given = TorchDistCheckpoint(source)
-    args = given.common.get("args")
+    saved = TorchDistCheckpoint(source)
+    args = saved.common.get("args")
     options: Mapping[str, Any] = args.held if isinstance(args, Inert) else {}
     for name, wanted in _UNLIKE.items():
         if options.get(name, wanted) != wanted:
-            raise HexadError(f"{given.directory}: args.{name}: found {options[name]}; supported: {wanted}")
+            raise HexadError(f"{saved.directory}: args.{name}: found {options[name]}; supported: {wanted}")
     if folder is None:
         config = check(load_config(model))
     else:
         config = check(build_config(published_config(folder)))
-        own = given.tensors.get(_OUTSIDE["embedding.weight"])
+        own = saved.tensors.get(_OUTSIDE["embedding.weight"])
         config = config if own is None else with_precision(config, own.dtype)
     if not weights_only:
-        _check_sharding(given)
+        _check_sharding(saved)
     kinds = ("",) if weights_only else ("", *MOMENTS)
-    tensors = [tensor for kind in kinds for tensor in _tensors(given, config.model, kind)]
-    progress = {"step": 0, "updates": 0, "samples": 0} if weights_only else _progress(given, options)
+    tensors = [tensor for kind in kinds for tensor in _tensors(saved, config.model, kind)]
+    progress = {"step": 0, "updates": 0, "samples": 0} if weights_only else _progress(saved, options)
     return write_import(tensors, to, source, progress, config, folder)
 
 
-def _check_sharding(given: TorchDistCheckpoint) -> None:
+def _check_sharding(saved: TorchDistCheckpoint) -> None:
     """Refuse states of the distributed optimizer that are not under the names of parameters."""
-    optimizer = given.common.get("optimizer")
+    optimizer = saved.common.get("optimizer")
     kind = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
     if kind not in (None, "fully_reshardable"):
         raise HexadError(
-            f"{given.directory}: found optimizer states as {kind}; save with "
+            f"{saved.directory}: found optimizer states as {kind}; save with "
             "--dist-ckpt-optim-fully-reshardable, or add --weights-only to import the weights"
         )
 
 
-def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Iterator[ForeignTensor]:
+def _tensors(saved: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Iterator[ForeignTensor]:
     """The model's weights (``kind`` empty), or a moment of them."""
     prefixes = (f"{_STATE}.{kind}.",) if kind else _MASTERS
     used = set()
 
     @lru_cache(maxsize=1)  # several of ours may be parts of it
     def whole(key: str, layer: int | None) -> Tensor:
-        tensor = given.tensors[key]
+        tensor = saved.tensors[key]
         if layer is None:
-            return given.read(tensor, (0,) * len(tensor.shape), tensor.shape)
+            return saved.read(tensor, (0,) * len(tensor.shape), tensor.shape)
         rest = tensor.shape[1:]
-        return given.read(tensor, (layer, *(0 for _ in rest)), (1, *rest))[0]
+        return saved.read(tensor, (layer, *(0 for _ in rest)), (1, *rest))[0]
 
     for name, weight in ModelInventory(model).weights().items():
-        tensor, layer = _found(given, name, prefixes, kind)
+        tensor, layer = _found(saved, name, prefixes, kind)
         if layer is not None and tensor.shape[0] != model.layers:
             raise HexadError(
-                f"{given.directory}: {tensor.key} has {tensor.shape[0]} layers, the model has {model.layers}"
+                f"{saved.directory}: {tensor.key} has {tensor.shape[0]} layers, the model has {model.layers}"
             )
         used.add(tensor.key.removeprefix(next(p for p in prefixes if tensor.key.startswith(p))))
         shape = tensor.shape if layer is None else tensor.shape[1:]
         rows, vocabulary = _rows(name, weight.shape[0], model), name in ("embedding.weight", "head.weight")
         if shape[1:] != weight.shape[1:] or (shape[0] < rows if vocabulary else shape[0] != rows):
             raise HexadError(
-                f"{given.directory}: {tensor.key} has shape {shape}, expected {(rows, *weight.shape[1:])}"
+                f"{saved.directory}: {tensor.key} has shape {shape}, expected {(rows, *weight.shape[1:])}"
             )
 
         def read(name: str, key: str, layer: int | None, wanted: tuple[int, ...]) -> Tensor:
@@ -323,16 +323,16 @@ def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Ite
         yield ForeignTensor(
             ours, weight.shape, tensor.dtype, partial(read, name, tensor.key, layer, weight.shape)
         )
-    for key in given.tensors:
+    for key in saved.tensors:
         if not key.startswith("optimizer.") and key not in used and "rng_state" not in key and not kind:
             raise HexadError(
-                f"{given.directory}: found tensor {key}, which a {model.family} model with these settings "
+                f"{saved.directory}: found tensor {key}, which a {model.family} model with these settings "
                 "does not have"
             )
 
 
 def _found(
-    given: TorchDistCheckpoint, name: str, prefixes: tuple[str, ...], kind: str
+    saved: TorchDistCheckpoint, name: str, prefixes: tuple[str, ...], kind: str
 ) -> tuple[DistTensor, int | None]:
     """Megatron's tensor that has ours, and the layer where it has those of all."""
     if name.startswith("layers."):
@@ -346,11 +346,11 @@ def _found(
         keys = [(_OUTSIDE.get(name) or f"{_OUTSIDE.get(module, module)}.{last}", None)]
     for prefix in prefixes:
         for key, layer in keys:
-            tensor = given.tensors.get(prefix + key)
+            tensor = saved.tensors.get(prefix + key)
             if tensor is not None and (layer is None or layer < tensor.shape[0]):
                 return tensor, layer
     fix = "; add --weights-only to import the weights" if kind else ""
-    raise HexadError(f"{given.directory}: tensor {prefixes[-1]}{keys[0][0]} ({name}) is missing{fix}")
+    raise HexadError(f"{saved.directory}: tensor {prefixes[-1]}{keys[0][0]} ({name}) is missing{fix}")
 
 
 def _rows(name: str, own: int, model: ModelSettings) -> int:
@@ -385,16 +385,16 @@ def _gated(model: ModelSettings) -> bool:
     return any(".ffn.gate." in name for name in ModelInventory(model).weights())
 
 
-def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+def _progress(saved: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
     """The progress that Hexad's engine resumes from."""
-    step = given.common.get("iteration")
+    step = saved.common.get("iteration")
     if not isinstance(step, int):
-        raise HexadError(f"{given.directory}: common.pt has no iteration; import it with --weights-only")
-    optimizer = given.common.get("optimizer", {})
+        raise HexadError(f"{saved.directory}: common.pt has no iteration; import it with --weights-only")
+    optimizer = saved.common.get("optimizer", {})
     updates = set(_steps(optimizer))
     if len(updates) > 1:
         raise HexadError(
-            f"{given.directory}: common.pt: found different numbers of updates {sorted(updates)}"
+            f"{saved.directory}: common.pt: found different numbers of updates {sorted(updates)}"
         )
     progress: dict[str, Any] = {"step": step, "updates": updates.pop() if updates else step}
     progress["samples"] = int(options.get("consumed_train_samples") or 0)

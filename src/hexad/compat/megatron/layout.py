@@ -140,9 +140,9 @@ def _schedule(arguments: Namespace, virtual: int) -> str:
 
 def _one_way(arguments: Namespace, *ways: Sequence[str]) -> None:
     """Refuse flags of two ways."""
-    given = [name for names in ways for name in [n for n in names if getattr(arguments, n)][:1]]
-    if len(given) > 1:
-        raise ConfigError(flag_of(given[1]), f"found beside {flag_of(given[0])}; give one of them")
+    chosen = [name for names in ways for name in [n for n in names if getattr(arguments, n)][:1]]
+    if len(chosen) > 1:
+        raise ConfigError(flag_of(chosen[1]), f"found beside {flag_of(chosen[0])}; give one of them")
 
 
 def _virtual(arguments: Namespace, pipeline: int) -> int:
@@ -288,13 +288,13 @@ def _selective(modules: list[str]) -> dict[str, Any]:
 def _recompute(arguments: Namespace) -> tuple[str, str]:
     """``memory.recompute``, and the flag that determines it; several need to agree."""
     kind = arguments.recompute_granularity
-    given = {f"--recompute-granularity {kind}": kind} if kind is not None else {}
+    kinds = {f"--recompute-granularity {kind}": kind} if kind is not None else {}
     if arguments.checkpoint_activations:
-        given["--checkpoint-activations"] = "full"
+        kinds["--checkpoint-activations"] = "full"
     if arguments.recompute_activations:
-        given["--recompute-activations"] = "selective"
-    if len(set(given.values())) > 1:
-        one, *_, other = given
+        kinds["--recompute-activations"] = "selective"
+    if len(set(kinds.values())) > 1:
+        one, *_, other = kinds
         raise ConfigError(other, f"found with {one}; leave one out")
-    flag = next(iter(given), "")
-    return given.get(flag, "none"), flag
+    flag = next(iter(kinds), "")
+    return kinds.get(flag, "none"), flag

@@ -242,9 +242,9 @@ def _getter(axis: str, fact: str) -> Callable[..., Any]:
     what, read = _FACTS[fact]
 
     def getter(*flags: Any, with_context_parallel: bool = False, **_: Any) -> Any:
-        given, axes = _state().set_values.get((axis, fact)), _state().axes
-        if given is not None:
-            return given
+        set_value, axes = _state().set_values.get((axis, fact)), _state().axes
+        if set_value is not None:
+            return set_value
         with_context = with_context_parallel
         if axis in _CONTEXT_PLACES and len(flags) > _CONTEXT_PLACES[axis]:
             with_context = flags[_CONTEXT_PLACES[axis]]
@@ -381,9 +381,9 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     return axis.rank == axis.size - 1
 
 
-def _is_virtual_stage(given: int | None, wanted: int) -> bool:
+def _is_virtual_stage(stage: int | None, expected: int) -> bool:
     state = _state()
-    return state.virtual is None or (state.virtual_rank if given is None else given) == wanted
+    return state.virtual is None or (state.virtual_rank if stage is None else stage) == expected
 
 
 def get_seq_split_idx() -> int:

@@ -234,9 +234,9 @@ def forward_backward(
         chunks.run(step, num_microbatches, (seq_length, micro_batch_size), forward_only)
         return step.reported
     arguments = get_args()
-    for name, given in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
-        if given not in (None, getattr(arguments, name)):
-            raise HexadError(f"{name}: found {given}, expected that of the flags, {getattr(arguments, name)}")
+    for name, size in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+        if size not in (None, getattr(arguments, name)):
+            raise HexadError(f"{name}: found {size}, expected that of the flags, {getattr(arguments, name)}")
     step = _step_of(forward_step_func, iterators, sorted(model.stages))
     if forward_only:
         model.total_loss([step] * num_microbatches)

@@ -67,17 +67,17 @@ def broadcast_data(
     Raises:
         HexadError: a tensor is missing or has another format; on all tensor ranks.
     """
-    mesh, given = parallel_state.get_mesh(), data or {}
+    mesh, tensors = parallel_state.get_mesh(), data or {}
     axis = mesh.tensor
-    formats = {key: (tensor.dtype, tensor.shape) for key, tensor in given.items() if key in keys}
+    formats = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items() if key in keys}
     formats = gather_objects(formats, axis)[0]  # of the first rank
     result = {}
     for key in keys:
         dtype, shape = formats.get(key, (None, ()))
         if dtype != datatype:
             raise HexadError(f"broadcast_data: found {key} in {dtype}, expected {datatype}")
-        own = given[key].to(mesh.device).contiguous() if axis.rank == 0 else None
-        tensor = torch.empty(shape, dtype=datatype, device=mesh.device) if own is None else own
+        local = tensors[key].to(mesh.device).contiguous() if axis.rank == 0 else None
+        tensor = torch.empty(shape, dtype=datatype, device=mesh.device) if local is None else local
         result[key] = broadcast(tensor, axis)
     return result
 
@@ -92,8 +92,8 @@ def send_batch(batch: dict[str, Any]) -> dict[str, Any]:
     values = {name: None if name in formats else value for name, value in batch.items()}
     formats, result = gather_objects((formats, values) if axis.rank == 0 else None, axis)[0]
     for name, (dtype, shape) in formats.items():
-        own = batch[name].to(mesh.device).contiguous() if axis.rank == 0 else None
-        empty = torch.empty(shape, dtype=dtype, device=mesh.device) if own is None else own
+        local = batch[name].to(mesh.device).contiguous() if axis.rank == 0 else None
+        empty = torch.empty(shape, dtype=dtype, device=mesh.device) if local is None else local
         result[name] = broadcast(empty, axis)
     return dict(result)
 

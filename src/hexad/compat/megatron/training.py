@@ -194,10 +194,10 @@ def _samples() -> tuple[int, int, int]:
     return args.train_samples or args.train_iters * size, evaluations * evaluated, evaluated
 
 
-def _validating(resolved: Resolved, given: Sequence[Any]) -> Resolved:
+def _validating(resolved: Resolved, data_sets: Sequence[Any]) -> Resolved:
     """The settings, with evaluation where the script has a data set of its own for it."""
     args = get_args()
-    if not args.eval_iters or all(data is None or isinstance(data, FlagsData) for data in given):
+    if not args.eval_iters or all(data is None or isinstance(data, FlagsData) for data in data_sets):
         return resolved
     validate = resolved.config.validate_.model_copy(update={"every": args.eval_interval})
     config = resolved.config.model_copy(update={"validate_": validate})

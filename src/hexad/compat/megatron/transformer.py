@@ -117,13 +117,13 @@ def core_transformer_config_from_yaml(args: Namespace, transfomer_key: str = "la
     raise HexadError("core_transformer_config_from_yaml: settings are those of the flags: use get_args()")
 
 
-def check_agrees(what: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+def check_agrees(what: str, values: dict[str, Any], known: dict[str, Any]) -> None:
     """Refuse values that a script passes and that are not those of the flags.
 
     Raises:
         HexadError: naming the first one.
     """
-    for name, value in given.items():
+    for name, value in values.items():
         if value is not None and name in known and value != known[name]:
             raise HexadError(
                 f"{what}: found {name} {value!r}, but the flags say {known[name]!r}; make them equal: the "

@@ -109,12 +109,12 @@ def _rotary(arguments: Namespace) -> dict[str, Any]:
 
 def _rope_scaling(arguments: Namespace) -> dict[str, Any] | None:
     """The settings of ``rope_scaling``; None without it."""
-    given = {
+    scalings = {
         "--use-rope-scaling": arguments.use_rope_scaling,
         "--rope-scaling-type": arguments.rope_scaling_type,
         "--rotary-seq-len-interpolation-factor": arguments.rotary_seq_len_interpolation_factor != 1,
     }
-    flags = [flag for flag, value in given.items() if value]
+    flags = [flag for flag, value in scalings.items() if value]
     if len(flags) > 1:
         raise ConfigError(flags[1], f"found beside {flags[0]}; give one of them")
     if arguments.use_rope_scaling:
@@ -179,8 +179,8 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
             notes.append(f"{flag}: {number:,.2f} iterations, rounded to {round(number):,}")
         return round(number)
 
-    given = iterations("lr_decay")
-    decay = trained if given is None else given
+    decay_iterations = iterations("lr_decay")
+    decay = trained if decay_iterations is None else decay_iterations
     if arguments.lr_warmup_fraction is not None:
         if not 0 <= arguments.lr_warmup_fraction <= 1:
             raise ConfigError(
@@ -191,7 +191,7 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
         flag, length = f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0
     if length and length >= decay:
         problem = f"found {length:g} iterations of warm-up, expected less than the {decay:g} of "
-        problem += f"--train-{unit}" if given is None else f"--lr-decay-{unit}"
+        problem += f"--train-{unit}" if decay_iterations is None else f"--lr-decay-{unit}"
         raise ConfigError(flag, f"{problem}; lower it")
     warmup = rounded(flag, length)
     end = rounded(f"--lr-decay-{unit}", decay)

@@ -85,7 +85,7 @@ def alone(name: str, seed: int, count: int, longest: int, new: int) -> list[Resu
     for number, request in enumerate(requests_of(seed, count, longest, new)[0]):
         sampler, ids, result = Sampler(), list(request.prompt), Result()
         sequence = Sequence(number, request)
-        sampler.prepare(sequence)
+        sampler.begin(sequence)
         with torch.no_grad():
             while len(result.tokens) < request.sampling.tokens:
                 logits = model.logits(model(torch.tensor([ids])))[-1:, : model.vocab]

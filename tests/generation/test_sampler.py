@@ -20,7 +20,7 @@ LOGITS = torch.tensor([PROBABILITIES]).double().log()
 def sequence_of(sampler: Sampler, request: Request, number: int = 1) -> Sequence:
     """A sequence that is ready for a sampler."""
     sequence = Sequence(number, request)
-    sampler.prepare(sequence)
+    sampler.begin(sequence)
     return sequence
 
 

@@ -143,8 +143,8 @@ def test_layers_compute_by_the_method(method: AttentionMethod) -> None:
     initialise(declared_parameters(model), seed=1)
     tokens = random_tokens(int(settings.vocab), 2, 8, seed=2)[:, :-1]
     spans = Spans(tokens.numel(), 2)
-    kernels = (CpuFlash, "forward"), (Plain, "_output"), (AttentionKernel, "compute")
-    names = {SDPA: "compute", CPU_FLASH: "forward", SCORES: "_output"}
+    kernels = (CpuFlash, "forward"), (Plain, "_output"), (AttentionKernel, "attend")
+    names = {SDPA: "attend", CPU_FLASH: "forward", SCORES: "_output"}
     usual = model(tokens, spans)
     with _chosen(attention, method, *kernels) as calls:
         torch.testing.assert_close(model(tokens, spans), usual)

@@ -214,13 +214,13 @@ def _drop_adapter_gradient(mesh: Mesh) -> Patches:
 
 
 def _forget_product(mesh: Mesh) -> Patches:
-    original = gradients.Gradients.compute
+    original = gradients.Gradients.compute_deferred
 
-    def compute(self: Any, products: Any) -> None:
+    def compute_deferred(self: Any, products: Any) -> None:
         products.pop()
         original(self, products)
 
-    return [mock.patch.object(gradients.Gradients, "compute", compute)]
+    return [mock.patch.object(gradients.Gradients, "compute_deferred", compute_deferred)]
 
 
 def _forget_aside(mesh: Mesh) -> Patches:

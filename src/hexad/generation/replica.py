@@ -109,7 +109,7 @@ class Replica:
             CommError: a rank is lost.
         """
         while not isinstance(message := take(self._world, self._leader), Stop):
-            updates = self.worker.compute(message)
+            updates = self.worker.compute_batch(message)
             if updates is not None:
                 self._outbox.put(updates, [self._leader])
         self.worker.forget()
@@ -131,7 +131,7 @@ class Replica:
         batch = planned._replace(begun=tuple(self._begun), ended=tuple(self._ended))
         self._begun, self._ended = [], []
         self._outbox.put(batch, self._others)
-        self._under_way.append((batch, self.worker.compute(batch)))
+        self._under_way.append((batch, self.worker.compute_batch(batch)))
 
     def _end(self) -> list[RequestUpdate]:
         """Wait for the oldest batch."""

@@ -40,8 +40,8 @@ class Sampler:
     def __init__(self, constrain: Any = None, exactly: bool = False) -> None:
         self._constrain, self.exactly = constrain, exactly
 
-    def prepare(self, sequence: Sequence) -> None:
-        """Prepare a new sequence."""
+    def begin(self, sequence: Sequence) -> None:
+        """Draw the random key of a new sequence and set its grammar."""
         request = sequence.request
         if request.key is None:
             (sequence.key,) = streams(request.sampling.seed, [request.sample], request.prompt)

@@ -53,7 +53,7 @@ class Worker:
         self._sending: deque[Pending] = deque(maxlen=pipeline.size)  # what is sent is kept
 
     @torch.inference_mode()
-    def compute(self, batch: TokenBatch) -> list[RequestUpdate] | None:
+    def compute_batch(self, batch: TokenBatch) -> list[RequestUpdate] | None:
         """Compute a batch; all ranks of a replica do this together, with the same batches in the same order.
 
         Returns:
@@ -62,7 +62,7 @@ class Worker:
         """
         if self.sampler is not None:
             for sequence in batch.begun:
-                self.sampler.prepare(sequence)
+                self.sampler.begin(sequence)
                 self._sequences[sequence.number] = sequence
             for number in batch.ended:
                 self._sequences.pop(number, None)

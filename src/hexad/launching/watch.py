@@ -49,7 +49,7 @@ def enable_flight_recorder(run_dir: str | Path, ranks: int, timeout: float) -> N
         os.environ.setdefault(name, value)
 
 
-def prepare(run_dir: str | Path) -> None:
+def make_folder(run_dir: str | Path) -> None:
     """Make the directory that the watchdog writes to: it does not."""
     (Path(run_dir) / _FOLDER).mkdir(exist_ok=True)
 
@@ -65,7 +65,7 @@ def write_flight_record(run_dir: str | Path, rank: int) -> None:
     try:
         content = dump()
         if pickle.loads(content).get("entries"):
-            prepare(run_dir)
+            make_folder(run_dir)
             write_in_one_step(path, content)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         log.warning("%s: the flight recorder cannot be written: %s", path, error)

@@ -99,7 +99,7 @@ class AttentionCore(nn.Module):
     def _usual(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry, method: AttentionMethod) -> Tensor:
         """Attention of :meth:`_attended` by a method of the usual arithmetic."""
         if method not in TILED:
-            return self.kernel.compute(method, q, k, v, where.spans)
+            return self.kernel.attend(method, q, k, v, where.spans)
         slice_, factors = where.slice or where.spans.undivided, None
         if where.queries is not None:
             factors = dropped_tiles(self.dropper, where.queries, k.shape[1], slice_.length)

@@ -53,9 +53,9 @@ class AttentionKernel:
             k, v: ``[tokens, key/value heads, width]``.
             spans: of the tokens.
         """
-        return self.compute(choose_attention(self.facts(q, spans)), q, k, v, spans)
+        return self.attend(choose_attention(self.facts(q, spans)), q, k, v, spans)
 
-    def compute(self, method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
+    def attend(self, method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
         """Attention by the method ``VARLEN`` or ``SDPA``."""
         if method is AttentionMethod.VARLEN:
             return self._by_varlen(q, k, v, spans)

@@ -104,7 +104,7 @@ class TorchOptimizer(Rule):
         waiting.clear()
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """State as large as the values, by name; none before the first step or :meth:`prepare`."""
+        """State as large as the values, by name; none before the first step or :meth:`make_state`."""
         bucket_tensors, states = self._held[self.buckets.index(bucket)], self.optimizer.state
         as_large = (
             key
@@ -122,7 +122,7 @@ class TorchOptimizer(Rule):
                     states[tensor][key] = view.copy_(states[tensor].get(key, view))
             yield f"optimizer.{key}", flat
 
-    def prepare(self, kinds: Iterable[str]) -> None:
+    def make_state(self, kinds: Iterable[str]) -> None:
         """Make the state that a checkpoint holds, where the optimizer has not made it yet; forget all where
         it holds none, as before the first update.
 

@@ -42,7 +42,7 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
         try:
             path.mkdir(parents=True, exist_ok=True)
             if run.mesh.device.type == "cuda":
-                watch.prepare(path)
+                watch.make_folder(path)
             if first:
                 lock_run(path, patience, stack)
                 token.touch()

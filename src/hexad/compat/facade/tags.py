@@ -196,7 +196,7 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[st
     """The chunks to load. A ``torch.optim`` optimizer creates its state in its first step; here before."""
     if optimizer and isinstance(engine.optimizer.rule, TorchOptimizer):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
-        engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
+        engine.optimizer.rule.make_state(sorted({".".join(name.split(".")[:2]) for name in names}))
 
     def wanted(name: str) -> bool:
         weight = name.startswith("model.")

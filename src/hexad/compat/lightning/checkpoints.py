@@ -310,7 +310,7 @@ def fill_optimizer(state: Mapping[str, Any], training: ModuleTraining, step: int
             else:
                 number = isinstance(value, Tensor)
                 counts[key] = {"tensor": value.item()} if number else value
-    rule.prepare(kinds)
+    rule.make_state(kinds)
     for chunk in training.engine.chunks():
         part, _, rest = chunk.name.partition(".")
         key, _, name = rest.partition(".")

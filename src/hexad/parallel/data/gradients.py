@@ -138,8 +138,8 @@ class Gradients:
         """Keep products for later while inside; yields where they are collected.
 
         A backward pass inside computes gradients of activations, and of weights only what has been set aside
-        and fits beside a collective: the pipeline's ``B``, to which :meth:`compute` is the ``W`` (Qi et al.,
-        arXiv 2401.10241).
+        and fits beside a collective: the pipeline's ``B``, to which :meth:`compute_deferred` is the ``W``
+        (Qi et al., arXiv 2401.10241).
         """
         self._deferred = deque()
         try:
@@ -150,7 +150,7 @@ class Gradients:
             self._deferred = None
 
     @torch.no_grad()
-    def compute(self, products: Deferred) -> None:
+    def compute_deferred(self, products: Deferred) -> None:
         """Compute deferred products, first come first served, and give up their operands one by one.
 
         Divided inputs are gathered one product ahead, while the one before is computed, and once for all

@@ -216,7 +216,7 @@ class _Walk(Generic[M]):
         """Execute one action; returns its result for a neighbouring stage."""
         kind, stage, microbatch = action
         if kind == "W":
-            self.gradients.compute(self.weights.pop((stage, microbatch)))
+            self.gradients.compute_deferred(self.weights.pop((stage, microbatch)))
             return None
         if received is None:  # the neighbour is on this rank, or there is none
             received = self.handed.pop(action.needs, None)

@@ -257,12 +257,12 @@ class TensorFile:
     Attributes:
         name: of the file.
         parts: of all of them, in the order of the ranks.
-        own: this rank's.
+        section: this rank's.
     """
 
     name: str
     parts: tuple[FilePart, ...]
-    own: slice
+    section: slice
 
     @classmethod
     def of_host(cls, rank: int, parts: Mapping[int, Sequence[FilePart]]) -> TensorFile:
@@ -279,7 +279,7 @@ class TensorFile:
             places.append((part.rectangle, dtype_name(part.dtype), block, begin))
             begin += part.rectangle.numel * part.dtype.itemsize
             block += block_count(part.rectangle.sizes, part.dtype.itemsize)
-        return Index.of_file(self.name, record, places[self.own])
+        return Index.of_file(self.name, record, places[self.section])
 
 
 def write_shard(directory: Path, file: TensorFile, values: Iterable[Tensor]) -> Index:
@@ -288,11 +288,11 @@ def write_shard(directory: Path, file: TensorFile, values: Iterable[Tensor]) -> 
     Raises:
         OSError: the disk is full, or the directory is gone or closed.
     """
-    count = len(file.parts[file.own])
+    count = len(file.parts[file.section])
     if not count:
         return Index.empty({})
     tensors = [(part.key, part.dtype, part.rectangle.sizes) for part in file.parts]
-    written = None if count == len(tensors) else file.own
+    written = None if count == len(tensors) else file.section
     with TensorFileWriter(directory / file.name, tensors, written=written) as writer:
         for tensor in values:
             writer.write(tensor)

@@ -44,10 +44,10 @@ class TorchOptimizer(Rule):
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self.optimizer, self.buckets = optimizer, buckets
         flat = is_elementwise(optimizer) or any(bucket.plan.shards > 1 for bucket in buckets)
-        self._held = [_given(bucket, flat) for bucket in buckets]
+        self._tensors = [_given(bucket, flat) for bucket in buckets]
         optimizer.state.clear()
         for number, group in enumerate(optimizer.param_groups):
-            members = [member for member in zip(buckets, self._held) if member[0].traits.group == number]
+            members = [member for member in zip(buckets, self._tensors) if member[0].traits.group == number]
             group["params"] = [tensor for _, member in members for _, tensor in member]
             if _fusible(optimizer, group):
                 group["fused"] = True  # fewer passes over memory; the same numbers but for rounding
@@ -69,10 +69,10 @@ class TorchOptimizer(Rule):
         all at once: they may have numbers of their own, which a step advances."""
         assert rates is None, "the optimizer's groups hold the learning rate"
         waiting = []
-        for bucket_tensors in self._held:
+        for bucket_tensors in self._tensors:
             for _, tensor in bucket_tensors:
                 tensor.grad = None  # that show_gradients has set: a step updates what has a gradient
-        for bucket, bucket_tensors, gradient in zip(self.buckets, self._held, gradients):
+        for bucket, bucket_tensors, gradient in zip(self.buckets, self._tensors, gradients):
             if factor != 1:
                 gradient.mul_(factor)
             _give_gradients(bucket, bucket_tensors, gradient)
@@ -85,7 +85,7 @@ class TorchOptimizer(Rule):
     def show_gradients(self) -> None:
         """Set ``grad`` of the tensors in the optimizer's groups to this rank's shard of the gradients, as
         :meth:`update` does, for what changes gradients elementwise before it."""
-        for bucket, bucket_tensors in zip(self.buckets, self._held):
+        for bucket, bucket_tensors in zip(self.buckets, self._tensors):
             _give_gradients(bucket, bucket_tensors, bucket.gradient)
 
     @property
@@ -105,7 +105,7 @@ class TorchOptimizer(Rule):
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """State as large as the values, by name; none before the first step or :meth:`make_state`."""
-        bucket_tensors, states = self._held[self.buckets.index(bucket)], self.optimizer.state
+        bucket_tensors, states = self._tensors[self.buckets.index(bucket)], self.optimizer.state
         as_large = (
             key
             for _, tensor in bucket_tensors
@@ -132,7 +132,7 @@ class TorchOptimizer(Rule):
         keys = [kind.removeprefix("optimizer.") for kind in kinds]
         if not keys:
             self.optimizer.state.clear()
-        for bucket_tensors in self._held:
+        for bucket_tensors in self._tensors:
             for _, tensor in bucket_tensors:
                 for key in keys:
                     self.optimizer.state[tensor].setdefault(key, torch.zeros_like(tensor))
@@ -152,7 +152,7 @@ class TorchOptimizer(Rule):
             for group in self.optimizer.param_groups
         ]
         counts: dict[str, Any] = {}
-        for bucket_tensors in self._held:
+        for bucket_tensors in self._tensors:
             for _, tensor in bucket_tensors:
                 for key, value in self.optimizer.state[tensor].items():
                     if not _alike(value, tensor):

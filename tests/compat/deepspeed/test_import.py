@@ -328,7 +328,7 @@ def test_members_of_enumerations_are_inert(tmp_path: Path) -> None:
     torch.save({"stage": Evil(getattr, "real", "imag")}, tmp_path / "extra.pt")
     member = load_file(tmp_path / "extra.pt")["stage"]
     assert isinstance(member, Inert)
-    assert member.given == ("real", "imag")
+    assert member.arguments == ("real", "imag")
 
 
 def test_known_classes_are_inert(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_known_classes_are_inert(tmp_path: Path) -> None:
         content = load_file(tmp_path / "extra.pt")
         assert Namespace in torch.serialization.get_safe_globals()
     assert isinstance(content["args"], Inert)
-    assert content["args"].held == {"lr": 1.0}
+    assert content["args"].attributes == {"lr": 1.0}
     assert isinstance(content["state"][1], Inert)
 
 

@@ -180,16 +180,20 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
 
 
 def client_optimizer(
-    module: nn.Module, keys: Keys, given: Any, parameters: Parameters | None, keeps_groups: bool
+    module: nn.Module,
+    keys: Keys,
+    optimizer_or_factory: Any,
+    parameters: Parameters | None,
+    keeps_groups: bool,
 ) -> torch.optim.Optimizer | None:
     """The optimizer of a script, or that its configuration names; None if there is neither. Arguments and
     errors are those of :func:`~hexad.compat.facade.optimizer.adopted_optimizer`; what may not be elementwise
     cannot be sharded."""
-    if given is None:
+    if optimizer_or_factory is None:
         if keys.optimizer is None:
             return None
-        given = partial(from_keys, keys.optimizer)
-    optimizer = adopted_optimizer(module, given, parameters, keeps_groups)
+        optimizer_or_factory = partial(from_keys, keys.optimizer)
+    optimizer = adopted_optimizer(module, optimizer_or_factory, parameters, keeps_groups)
     stage = keys.zero_optimization.stage
     if stage and not keys.zero_allow_untested_optimizer and not is_elementwise(optimizer):
         raise ConfigError(
@@ -200,14 +204,14 @@ def client_optimizer(
     return optimizer
 
 
-def client_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
+def client_scheduler(scheduler_or_factory: Any, optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
     """The learning-rate schedule of a script, or that its configuration names; None if there is neither.
 
     Raises:
         HexadError: it is neither, cannot be made, or would set the rates of another optimizer.
     """
-    if given is not None:
-        return adopted_scheduler(given, optimizer)
+    if scheduler_or_factory is not None:
+        return adopted_scheduler(scheduler_or_factory, optimizer)
     if keys.scheduler is None or optimizer is None:
         return None
     name, params = keys.scheduler.type, keys.scheduler.params

@@ -223,7 +223,7 @@ def _encoded(value: Any, name: str) -> dict[str, Any] | None:
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """The dynamic scale of fp16, as Hexad's ``LossScaler`` keeps it; empty without one."""
     scaler = optimizer.get("loss_scaler")
-    values = scaler.held if isinstance(scaler, Inert) else optimizer
+    values = scaler.attributes if isinstance(scaler, Inert) else optimizer
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
     if not optimizer.get("dynamic_loss_scale") or any(name not in values for name in names):
         return {}

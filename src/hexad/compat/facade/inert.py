@@ -29,24 +29,24 @@ class Inert:
     """A placeholder for an object of another class: its content in the file, without behaviour.
 
     Attributes:
-        given: the arguments of its constructor.
+        arguments: those of its constructor.
         state: of the object: a dictionary of attributes, unless its class pickles something else.
     """
 
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *given: Any) -> Inert:
+    def __new__(cls, *arguments: Any) -> Inert:
         """Keep the arguments of a class, or of a function, that is not called."""
         inert = super().__new__(cls)
-        inert.given, inert.state = given, {}
+        inert.arguments, inert.state = arguments, {}
         return inert
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     @property
-    def held(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, Any]:
         """The attributes of the object; empty where the state is of another form."""
         return self.state if isinstance(self.state, dict) else {}
 
@@ -171,10 +171,10 @@ def _count_tuple(load: Callable[[Any], None], reader: Any) -> None:
 class _Ignored:
     """A placeholder for an object of any class, container or tensor of a file that is only checked."""
 
-    def __new__(cls, *given: Any) -> _Ignored:
+    def __new__(cls, *arguments: Any) -> _Ignored:
         return super().__new__(cls)
 
-    def ignore(self, *given: Any) -> None:
+    def ignore(self, *arguments: Any) -> None:
         """Do nothing."""
 
     __init__ = __setitem__ = __setstate__ = append = extend = ignore
@@ -220,10 +220,10 @@ class _Unpickler(pickle._Unpickler):
             return _Ignored()
         raise pickle.UnpicklingError("it refers to objects outside the file")
 
-    def _bytes_of(self, *given: Any) -> Any:
+    def _bytes_of(self, *arguments: Any) -> Any:
         """An object of ``bytearray``: of a text or bytes, not of a number of zeros."""
-        if given and isinstance(given[0], int) and given[0] > self.size:
-            raise pickle.UnpicklingError(f"a bytearray of {given[0]:,} bytes, more than the file has")
+        if arguments and isinstance(arguments[0], int) and arguments[0] > self.size:
+            raise pickle.UnpicklingError(f"a bytearray of {arguments[0]:,} bytes, more than the file has")
         return _Ignored()
 
     def _read_length(self, form: str) -> int:
@@ -306,7 +306,7 @@ def _inner(item: Any) -> list[Any]:
     if isinstance(item, Mapping):
         return [part for pair in dict.items(item) for part in pair] if isinstance(item, dict) else []
     if isinstance(item, Inert):
-        return [item.given, item.state]
+        return [item.arguments, item.state]
     return list(item) if isinstance(item, list | tuple | set | frozenset) else []
 
 

@@ -38,13 +38,16 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def adopted_optimizer(
-    module: nn.Module, given: Any, parameters: Parameters | None = None, keeps_groups: bool = False
+    module: nn.Module,
+    optimizer_or_factory: Any,
+    parameters: Parameters | None = None,
+    keeps_groups: bool = False,
 ) -> torch.optim.Optimizer:
     """A script's optimizer, restricted to the parameters of a module.
 
     Args:
         module: whose parameters it updates; those that it does not list no longer require gradients.
-        given: an optimizer, or a function of parameters that returns one.
+        optimizer_or_factory: an optimizer, or a function of parameters that returns one.
         parameters: parameters, or groups of them; by default all that require gradients.
         keeps_groups: groups without parameters stay, so that their numbers agree on all ranks.
 
@@ -57,13 +60,14 @@ def adopted_optimizer(
         raise HexadError("model_parameters: found none; pass those to train, or leave it out to train all")
     if not trained_parameters:  # of a pipeline's stage without parameters: torch refuses an empty list
         trained_parameters = [nn.Parameter(torch.zeros(1))]
-    if isinstance(given, torch.optim.Optimizer):
-        optimizer = given
-    elif callable(given):
-        optimizer = given(trained_parameters)
+    if isinstance(optimizer_or_factory, torch.optim.Optimizer):
+        optimizer = optimizer_or_factory
+    elif callable(optimizer_or_factory):
+        optimizer = optimizer_or_factory(trained_parameters)
     else:
         raise HexadError(
-            f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
+            f"optimizer: found a {type(optimizer_or_factory).__name__}, expected a torch.optim.Optimizer or "
+            "a function"
         )
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = [tuple(parameter.shape) for parameter in listed if parameter not in parameters_of_module]
@@ -83,15 +87,17 @@ def adopted_optimizer(
     return optimizer
 
 
-def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+def adopted_scheduler(scheduler_or_factory: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     """A script's learning-rate schedule of an adopted optimizer, or what its function returns for that.
 
     Raises:
         HexadError: it is neither, or would set the rates of another optimizer.
     """
-    if not hasattr(given, "step") and not callable(given):
-        raise HexadError(f"lr_scheduler: found {given!r}, expected a scheduler or a function")
-    scheduler = given if hasattr(given, "step") else given(optimizer)
+    if not hasattr(scheduler_or_factory, "step") and not callable(scheduler_or_factory):
+        raise HexadError(f"lr_scheduler: found {scheduler_or_factory!r}, expected a scheduler or a function")
+    scheduler = (
+        scheduler_or_factory if hasattr(scheduler_or_factory, "step") else scheduler_or_factory(optimizer)
+    )
     updated = getattr(scheduler, "optimizer", None)
     while updated is not None and updated is not optimizer:
         updated = getattr(updated, "optimizer", None)

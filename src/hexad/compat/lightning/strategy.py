@@ -168,7 +168,7 @@ class HexadStrategy(DDPStrategy):
         self._failed = False
         self._left = ExitStack()
         self._dumped: dict[str, Any] = {}  # of the checkpoint that is being made
-        self._found: checkpoints.Saved | None = None  # to be loaded
+        self._checkpoint: checkpoints.Saved | None = None  # to be loaded
         self._strict = True
         self.reads_gradients = self._reads_after_backward = False
         super().__init__(
@@ -234,9 +234,9 @@ class HexadStrategy(DDPStrategy):
         return world.mesh_in(self._layout(world.world_size()), self.root_device)
 
     def _layout(self, ranks: int) -> Layout:
-        module, own, parallel = self.lightning_module, self.engine_module, self.parallel
-        if own is not None:
-            return own.layout(ranks, self.named)
+        module, engine_module, parallel = self.lightning_module, self.engine_module, self.parallel
+        if engine_module is not None:
+            return engine_module.layout(ranks, self.named)
         if parallel.pipeline * parallel.context > 1:
             raise HexadError(
                 f"HexadStrategy: found {WORDS['pipeline']} {parallel.pipeline} and {WORDS['context']} "
@@ -292,7 +292,7 @@ class HexadStrategy(DDPStrategy):
         self.model_to_device()
         if module is not None:
             module.set_up(self.mesh, False, None)
-        self._load_found()
+        self._load_checkpoint()
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
@@ -309,14 +309,14 @@ class HexadStrategy(DDPStrategy):
         Raises:
             HexadError: several optimizers, or one that cannot be sharded.
         """
-        module, own = self.lightning_module, self.engine_module
+        module, engine_module = self.lightning_module, self.engine_module
         assert module is not None
-        if own is not None:
+        if engine_module is not None:
             self._check_callbacks(trainer)
-            own.set_up(self.mesh, True, partial(self._optimizer_of, own, trainer))
+            engine_module.set_up(self.mesh, True, partial(self._optimizer_of, engine_module, trainer))
             if not isinstance(self.optimizers[0], ConfiguredOptimizer):
-                self.optimizers = [own.stepped(self.optimizers[0])]
-            self._load_found()
+                self.optimizers = [engine_module.stepped(self.optimizers[0])]
+            self._load_checkpoint()
             return
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:
@@ -327,13 +327,13 @@ class HexadStrategy(DDPStrategy):
         self._check_callbacks(trainer)
         self._training, self._fresh_buffers = None, False
         if not self.optimizers[0].param_groups:  # configure_optimizers has returned None: nothing is updated
-            self._load_found()
+            self._load_checkpoint()
             return
         settings = engine_settings(module, self.parallel, self.timeout.total_seconds())
         self._training = ModuleTraining(module, self.mesh, settings, self.optimizers[0])
         self._training.written = self._has_hooks(trainer, module)
         self.optimizers = [self._training.optimizer]
-        self._load_found()
+        self._load_checkpoint()
 
     def _optimizer_of(self, module: EngineModule, trainer: Trainer, stages: Any) -> Any:
         """The optimizer of ``configure_optimizers`` for an engine; None for that of the configuration."""
@@ -352,19 +352,19 @@ class HexadStrategy(DDPStrategy):
             )
         return None if configured else module.adopted(inner, stages)
 
-    def _load_found(self) -> None:
+    def _load_checkpoint(self) -> None:
         """Load the weights of the checkpoint that was found, and in a fit the optimizer's state."""
-        found, self._found = self._found, None
-        if found is None:
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is None:
             return
         if self.engine_module is not None:
-            self.engine_module.load(found.path, found.manifest, self._strict)
+            self.engine_module.load(checkpoint.path, checkpoint.manifest, self._strict)
         elif self._training is not None:
-            checkpoints.fill_training(found, self._training, self._strict)
+            checkpoints.fill_training(checkpoint, self._training, self._strict)
         else:
             assert self.lightning_module is not None
             with self._plain_engine() as engine:
-                checkpoints.fill_module(found, self.lightning_module, self.mesh, self._strict, engine)
+                checkpoints.fill_module(checkpoint, self.lightning_module, self.mesh, self._strict, engine)
 
     @contextmanager
     def _plain_engine(self) -> Iterator[Engine | None]:
@@ -551,22 +551,22 @@ class HexadStrategy(DDPStrategy):
         """Read what the trainer restores: from a directory of :meth:`save_checkpoint`, of which weights and
         optimizer state are loaded later, or from a file of Lightning's other strategies."""
         path = self.broadcast(checkpoint_path)
-        self._found = None
+        self._checkpoint = None
         if "://" not in str(path):
-            self._found = checkpoints.find(checkpoints.local_path(path), self.mesh.world)
-        if self._found is None:
+            self._checkpoint = checkpoints.find(checkpoints.local_path(path), self.mesh.world)
+        if self._checkpoint is None:
             return super().load_checkpoint(path, weights_only=weights_only)
-        return checkpoints.lightning_part(self._found, weights_only)
+        return checkpoints.lightning_part(self._checkpoint, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights: in a fit those of a directory when there is an engine, with the optimizer's state."""
         module = self.lightning_module
         assert module is not None
         self._training, self._strict = None, strict
-        if self._found is None:
+        if self._checkpoint is None:
             super().load_model_state_dict(checkpoint, strict=strict)
         elif module.trainer.state.fn != TrainerFn.FITTING and not self._set_up_apart:
-            self._load_found()  # else in setup
+            self._load_checkpoint()  # else in setup
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state from a file of Lightning's other strategies."""

@@ -143,8 +143,10 @@ def _parser(extra: ExtraArguments | None) -> tuple[argparse.ArgumentParser, list
         extended = extra(parser)
         parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
     ours = set(map(id, actions))
-    own = {name for action in parser._actions if id(action) not in ours for name in action.option_strings}
-    return parser, [flag for flag in dict.fromkeys(FLAGS.values()) if flag.name not in own]
+    script_flags = {
+        name for action in parser._actions if id(action) not in ours for name in action.option_strings
+    }
+    return parser, [flag for flag in dict.fromkeys(FLAGS.values()) if flag.name not in script_flags]
 
 
 def _declare(section: argparse._ArgumentGroup, flag: ForeignName) -> argparse.Action:
@@ -216,9 +218,9 @@ def _ignored(flags: Mapping[str, Sequence[str]], named: Collection[str]) -> tupl
 
 def _unknown(names: Sequence[str], known: Collection[str], others: Sequence[str]) -> ConfigError:
     """The error for flags that are not known."""
-    own = next((name for name in names if name in others), None)
-    if own is not None:
-        return ConfigError(own, "an option of hexad megatron; give it before --")
+    option = next((name for name in names if name in others), None)
+    if option is not None:
+        return ConfigError(option, "an option of hexad megatron; give it before --")
     options = {*others, *known}
     if len(names) == 1:
         problem = f"not a flag of Megatron-LM that Hexad knows{did_you_mean(names[0], options)}"

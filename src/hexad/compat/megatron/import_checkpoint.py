@@ -108,13 +108,13 @@ class TorchDistCheckpoint:
         Raises:
             HexadError: a piece is damaged, or is not what ``.metadata`` says.
         """
-        wanted = Rectangle(tensor.key, tensor.shape, offset, sizes)
+        rectangle = Rectangle(tensor.key, tensor.shape, offset, sizes)
         values_read = torch.empty(sizes, dtype=tensor.dtype)
         for piece in tensor.pieces:
-            common = wanted.intersection(piece.rectangle)
+            common = rectangle.intersection(piece.rectangle)
             if common is not None:
                 values = self._values(tensor, piece)
-                values_read[_within(common, wanted)] = values[_within(common, piece.rectangle)]
+                values_read[_within(common, rectangle)] = values[_within(common, piece.rectangle)]
         return values_read
 
     def _values(self, tensor: DistTensor, piece: _Piece) -> Tensor:
@@ -132,10 +132,10 @@ class TorchDistCheckpoint:
         lengths: dict[str, int] = defaultdict(int)
         for tensor in self.tensors.values():
             count = sum(piece.rectangle.numel for piece in tensor.pieces)
-            wanted = math.prod(tensor.shape)
-            if count != wanted:
+            values = math.prod(tensor.shape)
+            if count != values:
                 path = self.directory / METADATA
-                raise HexadError(f"{path}: {tensor.key} has {count} values, expected {wanted}")
+                raise HexadError(f"{path}: {tensor.key} has {count} values, expected {values}")
             for piece in tensor.pieces:
                 bytes_needed = piece.rectangle.numel * tensor.dtype.itemsize
                 if min(piece.offset, piece.rectangle.numel) < 0 or bytes_needed > piece.length:
@@ -178,26 +178,27 @@ def _described_tensors(metadata: Inert) -> dict[str, DistTensor]:
     """The tensors that the metadata describe."""
     tensors: dict[str, DistTensor] = {}
     sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
-    for key, entry in metadata.held["state_dict_metadata"].items():
-        if "chunks" not in entry.held:
+    for key, entry in metadata.attributes["state_dict_metadata"].items():
+        if "chunks" not in entry.attributes:
             continue  # bytes: extra state, random numbers
-        dtype = entry.held["properties"].state[0]
+        dtype = entry.attributes["properties"].state[0]
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{key}: dtype {dtype}")
-        tensors[key] = DistTensor(key, tuple(entry.held["size"]), dtype)
+        tensors[key] = DistTensor(key, tuple(entry.attributes["size"]), dtype)
         sizes[key] = {
-            tuple(chunk.held["offsets"]): tuple(chunk.held["sizes"]) for chunk in entry.held["chunks"]
+            tuple(chunk.attributes["offsets"]): tuple(chunk.attributes["sizes"])
+            for chunk in entry.attributes["chunks"]
         }
-    for index, info in metadata.held["storage_data"].items():
-        key, held = index.held["fqn"], info.held
+    for index, info in metadata.attributes["storage_data"].items():
+        key, place = index.attributes["fqn"], info.attributes
         if key not in tensors:
             continue
-        if held.get("transform_descriptors"):
-            raise ValueError(f"{held['relative_path']}: files of extensions, which are not read")
-        offset = tuple(index.held["offset"])
+        if place.get("transform_descriptors"):
+            raise ValueError(f"{place['relative_path']}: files of extensions, which are not read")
+        offset = tuple(index.attributes["offset"])
         rectangle = Rectangle(key, tensors[key].shape, offset, sizes[key][offset])
-        place = str(held["relative_path"]), int(held["offset"]), int(held["length"])
-        tensors[key].pieces.append(_Piece(rectangle, *place))
+        section = str(place["relative_path"]), int(place["offset"]), int(place["length"])
+        tensors[key].pieces.append(_Piece(rectangle, *section))
     return tensors
 
 
@@ -260,16 +261,16 @@ def import_checkpoint(
     folder = None if model.suffix in (".yaml", ".yml") else model_directory(model)
     saved = TorchDistCheckpoint(source)
     args = saved.common.get("args")
-    options: Mapping[str, Any] = args.held if isinstance(args, Inert) else {}
-    for name, wanted in _UNLIKE.items():
-        if options.get(name, wanted) != wanted:
-            raise HexadError(f"{saved.directory}: args.{name}: found {options[name]}; supported: {wanted}")
+    options: Mapping[str, Any] = args.attributes if isinstance(args, Inert) else {}
+    for name, value in _UNLIKE.items():
+        if options.get(name, value) != value:
+            raise HexadError(f"{saved.directory}: args.{name}: found {options[name]}; supported: {value}")
     if folder is None:
         config = check(load_config(model))
     else:
         config = check(build_config(published_config(folder)))
-        own = saved.tensors.get(_OUTSIDE["embedding.weight"])
-        config = config if own is None else with_precision(config, own.dtype)
+        embedding = saved.tensors.get(_OUTSIDE["embedding.weight"])
+        config = config if embedding is None else with_precision(config, embedding.dtype)
     if not weights_only:
         _check_sharding(saved)
     kinds = ("",) if weights_only else ("", *MOMENTS)
@@ -316,8 +317,8 @@ def _tensors(saved: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Ite
                 f"{saved.directory}: {tensor.key} has shape {shape}, expected {(rows, *weight.shape[1:])}"
             )
 
-        def read(name: str, key: str, layer: int | None, wanted: tuple[int, ...]) -> Tensor:
-            return _part(name, whole(key, layer), model).reshape(wanted)
+        def read(name: str, key: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
+            return _part(name, whole(key, layer), model).reshape(shape)
 
         ours = f"optimizer.{kind}.{name}" if kind else f"model.{name}"
         yield ForeignTensor(
@@ -353,14 +354,14 @@ def _found(
     raise HexadError(f"{saved.directory}: tensor {prefixes[-1]}{keys[0][0]} ({name}) is missing{fix}")
 
 
-def _rows(name: str, own: int, model: ModelSettings) -> int:
-    """Rows of Megatron's tensor, of which ours are ``own``."""
+def _rows(name: str, rows: int, model: ModelSettings) -> int:
+    """Rows of Megatron's tensor, which holds our tensor of ``rows`` rows."""
     module = name.split(".", 2)[-1].rpartition(".")[0]
     if module in ("attention.q", "attention.k", "attention.v"):
         return (int(model.heads) + 2 * int(model.kv_heads)) * int(model.head_dim)
     if module in ("ffn.gate", "ffn.up"):
-        return own * (2 if _gated(model) else 1)
-    return own
+        return rows * (2 if _gated(model) else 1)
+    return rows
 
 
 def _part(name: str, theirs: Tensor, model: ModelSettings) -> Tensor:

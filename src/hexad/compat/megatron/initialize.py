@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hexad.comm import agreed, identical
 from hexad.config import Config, HexadError, blaming, one_line
-from hexad.dataset.text import tokenizer as own
+from hexad.dataset.text import tokenizer as tokenizers
 from hexad.launching.environment import Environment, environment
 from hexad.model.configuration import load_config
 from hexad.model.transformer import factored_mesh
@@ -38,7 +38,7 @@ class MegatronTokenizer:
         vocab_size: of the model, without padding.
     """
 
-    def __init__(self, backend: own.Tokenizer, vocab_size: int) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, vocab_size: int) -> None:
         self.backend, self.vocab_size = backend, vocab_size
 
     @property
@@ -93,7 +93,7 @@ class MegatronTokenizer:
             known = ", ".join((*_LIBRARIES, *_NUMBERS))
             raise HexadError(f"MegatronTokenizer: found the library {library!r}; use one of {known}")
         with blaming("tokenizer_path"):
-            backend = own.load_tokenizer("byte" if library == "byte-level" else str(tokenizer_path))
+            backend = tokenizers.load_tokenizer("byte" if library == "byte-level" else str(tokenizer_path))
         return MegatronTokenizer(backend, backend.vocab_size)
 
 
@@ -117,7 +117,7 @@ def _library(path: str | None, metadata: str | Mapping[str, Any] | None) -> Any:
 _METADATA = "tokenizer_metadata.json"
 
 
-class _Null(own.ByteTokenizer):
+class _Null(tokenizers.ByteTokenizer):
     """Megatron-LM's NullTokenizer: numbers, separated by spaces; the last id is the end of a document."""
 
     def __init__(self, vocab: int) -> None:
@@ -151,7 +151,9 @@ def _tokenizer_of(translation: Translation, arguments: Namespace) -> MegatronTok
     if name is not None:
         translation.write_files("tokenizer")
         with blaming("--tokenizer-type"):
-            backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
+            backend: tokenizers.Tokenizer = (
+                _Null(vocab) if vocab is not None else tokenizers.load_tokenizer(name)
+            )
         vocab = vocab or backend.vocab_size
         tokenizer = MegatronTokenizer(backend, vocab)
     # Hexad's own padding, so that there is no other.

@@ -125,11 +125,11 @@ def build_stages(
         mesh: of the current rank.
         provider: of the stage of a number.
     """
-    own = schedule.stages_of(mesh.pipeline.rank)
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(len(own) if len(own) > 1 else None)
+    numbers = schedule.stages_of(mesh.pipeline.rank)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(len(numbers) if len(numbers) > 1 else None)
     stages: dict[int, nn.Module] = {}
-    for place, number in enumerate(own):
-        parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
+    for place, number in enumerate(numbers):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(numbers) > 1 else None)
         stages[number] = provider(number)
     return stages
 

@@ -83,8 +83,10 @@ class LoRA:
                 )
         wrong = [name for name in self.target_modules if name not in _TARGETS]
         if wrong or (self.dropout and self.dropout_position != "pre"):
-            found = f"target_modules {wrong[0]!r}" if wrong else f"dropout_position {self.dropout_position!r}"
-            raise HexadError(f"LoRA: found {found}; use pre, and of {', '.join(_TARGETS)}")
+            wrong_value = (
+                f"target_modules {wrong[0]!r}" if wrong else f"dropout_position {self.dropout_position!r}"
+            )
+            raise HexadError(f"LoRA: found {wrong_value}; use pre, and of {', '.join(_TARGETS)}")
         targets: Any = "all"
         if set(self.target_modules) != set(_TARGETS):
             targets = [name for module in self.target_modules for name in _TARGETS[module]]
@@ -182,8 +184,8 @@ class GPTModel(HexadModule):
 class LlamaModel(GPTModel):
     """Llama."""
 
-    def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
-        super().__init__(LlamaConfig() if config is None else config, *given, **others)
+    def __init__(self, config: GPTConfig | None = None, *positional: Any, **others: Any) -> None:
+        super().__init__(LlamaConfig() if config is None else config, *positional, **others)
 
 
 class LlamaNemotronModel(LlamaModel):
@@ -195,8 +197,8 @@ class MistralModel(GPTModel):
 
     family = "mistral"
 
-    def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
-        super().__init__(SIZES["MistralConfig7B"]() if config is None else config, *given, **others)
+    def __init__(self, config: GPTConfig | None = None, *positional: Any, **others: Any) -> None:
+        super().__init__(SIZES["MistralConfig7B"]() if config is None else config, *positional, **others)
 
 
 class Phi3Model(GPTModel):
@@ -204,22 +206,22 @@ class Phi3Model(GPTModel):
 
     family = "phi3"
 
-    def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
-        super().__init__(Phi3Config() if config is None else config, *given, **others)
+    def __init__(self, config: GPTConfig | None = None, *positional: Any, **others: Any) -> None:
+        super().__init__(Phi3Config() if config is None else config, *positional, **others)
 
 
 class Qwen2Model(GPTModel):
     """Qwen 2."""
 
-    def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
-        super().__init__(Qwen2Config() if config is None else config, *given, **others)
+    def __init__(self, config: GPTConfig | None = None, *positional: Any, **others: Any) -> None:
+        super().__init__(Qwen2Config() if config is None else config, *positional, **others)
 
 
 class Qwen3Model(GPTModel):
     """Qwen 3, its dense sizes."""
 
-    def __init__(self, config: GPTConfig | None = None, *given: Any, **others: Any) -> None:
-        super().__init__(Qwen3Config() if config is None else config, *given, **others)
+    def __init__(self, config: GPTConfig | None = None, *positional: Any, **others: Any) -> None:
+        super().__init__(Qwen3Config() if config is None else config, *positional, **others)
 
 
 def activation(config: GPTConfig) -> str:
@@ -232,9 +234,9 @@ def activation(config: GPTConfig) -> str:
     name = names.get(config.activation_func)
     if name is None or config.gated_linear_unit != (name == "silu"):
         gate = "with" if config.gated_linear_unit else "without"
-        found = name or getattr(config.activation_func, "__name__", "another function")
+        activation = name or getattr(config.activation_func, "__name__", "another function")
         raise HexadError(
-            f"GPTConfig.activation_func: found {found} {gate} gated_linear_unit; use "
+            f"GPTConfig.activation_func: found {activation} {gate} gated_linear_unit; use "
             "torch.nn.functional.gelu without, or silu with it"
         )
     return name

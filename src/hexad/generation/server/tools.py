@@ -305,32 +305,32 @@ class ToolReader:
     """
 
     def __init__(self, form: ToolFormat) -> None:
-        self._form, self._held = form, ""
+        self._form, self._pending = form, ""
         self._calling = self._text = False
 
     def add(self, text: str) -> str:
         """Add to the answer; returns the new text that is no part of a call."""
-        self._held += text
-        marker, start = self._form.marker, self._held.lstrip()
+        self._pending += text
+        marker, start = self._form.marker, self._pending.lstrip()
         if self._calling or not start:
             return ""
         if marker:
-            place = self._held.find(marker)
+            place = self._pending.find(marker)
             self._calling = place >= 0
             if not self._calling:
-                place = len(self._held) - _overlap(self._held, marker)
+                place = len(self._pending) - _overlap(self._pending, marker)
         else:
             self._text = self._text or not start.startswith("{")
             self._calling = not self._text
-            place = 0 if self._calling else len(self._held)
+            place = 0 if self._calling else len(self._pending)
         # White space before calls is no part of the text.
-        shown = self._held[:place].rstrip()
-        self._held = self._held[len(shown) :]
+        shown = self._pending[:place].rstrip()
+        self._pending = self._pending[len(shown) :]
         return shown
 
     def end(self) -> tuple[str, list[FunctionCall]]:
         """The rest of the text, and the calls, after the last of the answer."""
-        return self._form.calls(self._held) if self._calling else (self._held, [])
+        return self._form.calls(self._pending) if self._calling else (self._pending, [])
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -51,7 +51,7 @@ class ParameterGatherer:
     ) -> None:
         self._buckets, self._sharding, self._pool, self._views = buckets, sharding, pool, views
         self._gathering: dict[int, Pending] = {}
-        self._held: Counter[int] = Counter()  # uses of acquire() that have not ended
+        self._users: Counter[int] = Counter()  # uses of acquire() that have not ended
         self.absent: Provide = not_gathered
         self._hooks: list[RemovableHandle] = []
         for number, bucket in enumerate(buckets):
@@ -72,14 +72,14 @@ class ParameterGatherer:
         if bucket.plan.resident and shards.size > 1:
             self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
             bucket.guard()  # reading a parameter meanwhile waits for it
-        elif self._held[number]:
+        elif self._users[number]:
             self.fetch(number)
 
     def acquire(self, bucket: Bucket) -> None:
         """Gather a bucket's complete values, which stay until as many calls of :meth:`release`; all ranks
         that hold shards together."""
         number = self._buckets.index(bucket)
-        self._held[number] += 1
+        self._users[number] += 1
         self.fetch(number)
         self._arrive(number)
 
@@ -87,8 +87,8 @@ class ParameterGatherer:
         """End one use that began with :meth:`acquire`. The buffer is not used again: those who have read the
         values may hold views of it."""
         number = self._buckets.index(bucket)
-        self._held[number] -= 1
-        if not self._held[number] and not bucket.plan.resident and bucket.whole is not None:
+        self._users[number] -= 1
+        if not self._users[number] and not bucket.plan.resident and bucket.whole is not None:
             bucket.detach()
 
     def settle(self) -> None:
@@ -122,7 +122,7 @@ class ParameterGatherer:
 
     def free(self, number: int) -> None:
         """Give up a bucket's values, if they are here and :meth:`acquire` does not hold them."""
-        if not self._held[number]:
+        if not self._users[number]:
             self._drop(self._buckets[number])
 
     def _drop(self, bucket: Bucket) -> None:
@@ -143,7 +143,7 @@ class ParameterGatherer:
         :meth:`acquire` does not hold, except that of the head in the backward pass of a user's loss, which
         reads it again."""
         bucket = self._buckets[number]
-        if not bucket.plan.resident and not self._held[number]:
+        if not bucket.plan.resident and not self._users[number]:
             if not bucket.plan.outside_layers or torch._C._current_graph_task_id() < 0:
                 return self.absent(parameter)
             self.fetch(number)

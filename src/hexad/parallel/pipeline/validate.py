@@ -144,7 +144,7 @@ class _Traversal:
         self.position = [0] * schedule.pipeline
         self.waiting = [-1] * schedule.pipeline
         self.sending = [-1] * schedule.pipeline
-        self.held = [0] * schedule.pipeline**2
+        self.in_flight = [0] * schedule.pipeline**2
         self.full = [-1] * schedule.pipeline**2
 
     def needed(self) -> int:
@@ -170,7 +170,7 @@ class _Traversal:
         """Let a link hold the message whose sender is blocked."""
         self.sent[self.full[link]] = 1
         self.full[link] = -1
-        self.held[link] += 1
+        self.in_flight[link] += 1
         sender = link // self.schedule.pipeline
         self.sending[sender] = -1
         self.position[sender] += 1
@@ -206,9 +206,9 @@ class _Traversal:
                 sent[gives] = 2
                 self.waiting[other] = -1
                 stack.append(other)
-            elif self.held[link := rank * pipeline + other] < self.buffers:
+            elif self.in_flight[link := rank * pipeline + other] < self.buffers:
                 sent[gives] = 1
-                self.held[link] += 1
+                self.in_flight[link] += 1
             else:
                 self.sending[rank] = self.full[link] = gives
                 break
@@ -219,11 +219,11 @@ class _Traversal:
         """Take a message from its link, or from a sender blocked with it; or record that ``rank`` waits."""
         link = source * self.schedule.pipeline + rank
         if self.sent[need] == 1:
-            self.held[link] -= 1
+            self.in_flight[link] -= 1
             if self.full[link] >= 0:
                 self._accept(link, stack)
         elif self.full[link] == need and source != rank:
-            self.held[link] -= 1
+            self.in_flight[link] -= 1
             self._accept(link, stack)
         else:
             self.waiting[rank] = need

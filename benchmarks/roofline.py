@@ -288,7 +288,7 @@ def counted(after: bool, rates: Attainable) -> Iterator[Counting]:
             (collectives, "_start", start),
             (
                 attention_kernels.AttentionKernel,
-                "compute",
+                "attend",
                 lambda _, method, *arguments: attention.apply(*arguments),
             ),
             (grouped, "product", _grouped(counting)),

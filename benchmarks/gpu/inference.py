@@ -86,8 +86,8 @@ def _generation(record: Record, bench: Bench) -> None:
 def _no_grad(replica: Replica) -> Iterator[None]:
     """The worker's computation under ``no_grad``, under which compiled functions need no guards."""
     worker = replica.worker
-    plain = type(worker).compute.__wrapped__  # type: ignore[attr-defined]
-    with mock.patch.object(worker, "compute", lambda step: plain(worker, step)), torch.no_grad():
+    plain = type(worker).compute_batch.__wrapped__  # type: ignore[attr-defined]
+    with mock.patch.object(worker, "compute_batch", lambda step: plain(worker, step)), torch.no_grad():
         yield
 
 

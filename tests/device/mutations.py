@@ -204,7 +204,7 @@ WAITS = {
     "parallel/context/exchange.py:selected_rows": "generation, context 2",
     "parallel/data/gatherer.py:_arrive": "data 2, zero 1",
     "parallel/data/gradients.py:_wait": "data 4, zero 1, 2 replicas",
-    "parallel/data/gradients.py:compute": "zb_h1, tensor 2 + sequence",
+    "parallel/data/gradients.py:compute_deferred": "zb_h1, tensor 2 + sequence",
     "parallel/data/gradients.py:finish": "tensor 2",
     "parallel/data/gradients.py:retire": "zb_v, data 2, zero 2",
     "parallel/data/gradients.py:start": "data 4, zero 1, 2 replicas",

@@ -27,7 +27,8 @@ from torch import Tensor
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.config import Config
 from hexad.config.model import ModelSettings
-from hexad.engine.dry.engine import LanguageOfOne
+from hexad.engine.dry.engine import CountingOfOne
+from hexad.engine.language import LanguageModel
 from hexad.planning import resolve
 from hexad.planning.costs import flops_per_token
 from hexad.planning.memory import predict
@@ -102,7 +103,9 @@ def _figures(bench: Bench, zero: int, left: Callable[[], float]) -> Iterator[dic
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)
     with _without_peers(layout, rank), collected_by_step() as collect:
-        engine = _Rank(resolved, Mesh.create(layout, bench.device))
+        model = LanguageModel(resolved, Mesh.create(layout, bench.device))
+        model.counting = CountingOfOne(model.config, model.mesh)
+        engine = Engine(model, model.mesh)
 
         def step() -> None:
             if engine.train_step(batch).skipped:
@@ -153,13 +156,6 @@ def _without_peers(layout: Layout, rank: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-
-
-class _Rank(Engine):
-    """The engine of a rank that asks no other one what the step has."""
-
-    def _language_model(self, config: Config, mesh: Mesh) -> LanguageOfOne:
-        return LanguageOfOne(config, mesh)
 
 
 def _flops(model: ModelSettings, layers: int, tokens: int) -> float:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.training.command import children
+
 ROOT = Path(__file__).parents[1]
 STEPS = ("ceilings", "models", "nccl", "layouts", "one_rank", "commands")
 FURTHER = ("bits", "inference", "rates", "memory")
@@ -154,6 +156,14 @@ def test_all_steps(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+def _has_processes(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 @pytest.mark.slow
 def test_a_kill_loses_nothing_and_resume_finishes(tmp_path: Path) -> None:
     chosen = ("--pretend", *NO_LIMIT, "--steps", "1", "6")
@@ -164,9 +174,11 @@ def test_a_kill_loses_nothing_and_resume_finishes(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.1)
         written = json.loads(commands.read_text())["figures"] if commands.exists() else {}
+    (step,) = children(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    time.sleep(2)  # the step's process ends with it
+    while _has_processes(step):  # the step ends too, and the training that it may have started
+        time.sleep(0.1)
     left = json.loads(commands.read_text())
     assert left["state"] == "running" and written.keys() <= left["figures"].keys()
     assert _steps(tmp_path)["ceilings"]["state"] == "finished"

@@ -23,7 +23,8 @@ def hold_back_notice() -> None:
 
 
 def end_with(parent: int, scratch: str | None = None) -> None:
-    """End this process when the one that started it has ended, possibly by kill -9.
+    """End this process when the one that started it has ended, possibly by kill -9; and its process group, if
+    this process leads one.
 
     Args:
         parent: its process id; if this process has another parent already, it ends at once.
@@ -35,6 +36,8 @@ def end_with(parent: int, scratch: str | None = None) -> None:
             time.sleep(0.5)
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # what this process has started
         os._exit(1)
 
     threading.Thread(target=look, daemon=True, name="hexad-parent").start()

@@ -20,13 +20,16 @@ def absent_names(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     names: dict[str, Any] = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {
+                alias.name: importlib.import_module("hexad") for alias in node.names if alias.name == "hexad"
+            }
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("hexad"):
             module = importlib.import_module(str(node.module))
             for alias in node.names:
-                value = _attribute(module, alias.name)
+                names[alias.asname or alias.name] = value = _attribute(module, alias.name)
                 if value is None:
                     yield f"{node.module}.{alias.name}"
-                names[alias.asname or alias.name] = value
     for node in ast.walk(tree):
         attribute = _read_attribute(node) if isinstance(node, ast.Attribute) else _replaced_attribute(node)
         if attribute is not None:
@@ -61,12 +64,14 @@ def _resolved(node: ast.expr, names: dict[str, Any]) -> Any:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """An attribute, a module of a package or a field of a class; None where there is none."""
+    """An attribute, a module of a package or a field of a class; True if it is None, and None where there is
+    none."""
+    if hasattr(holder, name):
+        value = getattr(holder, name)
+        return True if value is None else value
     if isinstance(holder, type):
         declared = any(name in vars(base).get("__annotations__", {}) for base in holder.__mro__)
-        return True if declared else getattr(holder, name, None)
-    if hasattr(holder, name):
-        return getattr(holder, name) or True
+        return True if declared else None
     try:
         return importlib.import_module(f"{holder.__name__}.{name}")
     except ModuleNotFoundError:
@@ -80,12 +85,15 @@ def test_names_exist(path: Path) -> None:
 
 def test_absent_names_are_noticed() -> None:
     source = """
+import hexad
 from unittest import mock
 from hexad.engine import engine, gone
 from hexad.engine.engine import Engine, Vanished
 Engine.nothing()
 engine.Engine.step_back
 engine.LossScaler
+hexad.Engine.step_forward
+hexad.trian("run.yaml")
 with mock.patch.object(engine.Engine, "finish_step", None): pass
 for where, name in ((Engine, "absent"), (engine, "Engine")): setattr(where, name, 1)
 """
@@ -96,4 +104,6 @@ for where, name in ((Engine, "absent"), (engine, "Engine")): setattr(where, name
         "engine.Engine.step_back",
         "engine.Engine.finish_step",
         "Engine.absent",
+        "hexad.Engine.step_forward",
+        "hexad.trian",
     }

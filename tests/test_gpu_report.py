@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.command import children
+from tests.training.command import LONGEST, alive, children
 
 ROOT = Path(__file__).parents[1]
 STEPS = ("ceilings", "models", "nccl", "layouts", "one_rank", "commands")
@@ -156,12 +157,14 @@ def test_all_steps(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def _has_processes(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _of_group(leader: int) -> list[int]:
+    """The processes of a process group."""
+    processes = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(path.name)) == leader:
+                processes.append(int(path.name))
+    return processes
 
 
 @pytest.mark.slow
@@ -177,7 +180,10 @@ def test_a_kill_loses_nothing_and_resume_finishes(tmp_path: Path) -> None:
     (step,) = children(process.pid)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    while _has_processes(step):  # the step ends too, and the training that it may have started
+    # The step ends too, and what it starts until then.
+    end = time.monotonic() + LONGEST
+    while alive(_of_group(step)):
+        assert time.monotonic() < end
         time.sleep(0.1)
     left = json.loads(commands.read_text())
     assert left["state"] == "running" and written.keys() <= left["figures"].keys()

@@ -121,8 +121,8 @@ class TensorFileWriter:
         path: of the file.
         tensors: everything that the file will hold, in that order.
         metadata: texts for the header.
-        own: those that this writer writes; others write the rest, at the same time and into the same file.
-            The writer of the first tensor writes the header. By default all: then the file must not exist.
+        written: those that this writer writes; others write the rest, at the same time and into the same
+            file. The writer of the first tensor writes the header. By default all: then the file must not exist.
 
     Raises:
         OSError: the file cannot be created; so do :meth:`write` and :meth:`close` for a full disk.
@@ -257,7 +257,7 @@ class TensorFile:
     Attributes:
         name: of the file.
         parts: of all of them, in the order of the ranks.
-        section: this rank's.
+        section: the numbers of this rank's parts.
     """
 
     name: str

@@ -66,7 +66,7 @@ class Resharding:
     """The way of values from one layout to another, found once. All ranks of an axis construct it together.
 
     Args:
-        held: what this rank has.
+        stored: what this rank has.
         needed: what it needs.
         axis: of the ranks.
 

@@ -122,7 +122,8 @@ class TensorFileWriter:
         tensors: everything that the file will hold, in that order.
         metadata: texts for the header.
         written: those that this writer writes; others write the rest, at the same time and into the same
-            file. The writer of the first tensor writes the header. By default all: then the file must not exist.
+            file. The writer of the first tensor writes the header. By default all: then the file must not
+            exist.
 
     Raises:
         OSError: the file cannot be created; so do :meth:`write` and :meth:`close` for a full disk.

@@ -125,7 +125,9 @@ def _architecture(namespace: Namespace, config: Any, spec: Any, arguments: Mappi
     options = getattr(spec, "options", {})
     if options.get("num_experts"):
         raise ConfigError(
-            "transformer_layer_spec", f"found num_experts {options['num_experts']}; experts are not supported"
+            "transformer_layer_spec",
+            f"found num_experts {options['num_experts']}; "
+            "experts are not supported yet outside a run.yaml (model.moe)",
         )
     namespace.qk_layernorm = bool(namespace.qk_layernorm or options.get("qk_layernorm"))
     namespace.group_query_attention = getattr(config, "num_query_groups", None) is not None

@@ -149,7 +149,7 @@ _INSTEAD = {
 }
 """Name or module below ``nemo`` -> what to do instead of using it, or a name in it."""
 
-_EXPERTS = "experts are not supported yet"
+_EXPERTS = "experts are not supported yet outside a run.yaml (model.moe)"
 _MODELS = {
     _EXPERTS: "deepep deepseek gptoss gpt_oss llama4 megatrontokendrop mixtral moe_token_drop qwen3_235b "
     "qwen3_30b",

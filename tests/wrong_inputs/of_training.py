@@ -652,11 +652,11 @@ ENVIRONMENT = (
         "SLURM_TASKS_PER_NODE: found 'x', expected a form such as 4(x2),3",
     ),
     (
-        "WORLD_SIZE=2 RANK=0 MASTER_PORT=41739 train run.yaml run.timeout=0.5",
+        "WORLD_SIZE=2 RANK=0 MASTER_PORT=21739 train run.yaml run.timeout=0.5",
         "1 of 2 ranks have joined",
         True,
     ),
-    ("WORLD_SIZE=2 RANK=1 MASTER_PORT=41739 train run.yaml run.timeout=0.5", "rendezvous at "),
+    ("WORLD_SIZE=2 RANK=1 MASTER_PORT=21741 train run.yaml run.timeout=0.5", "rendezvous at "),
     (
         "WORLD_SIZE=2 RANK=1 MASTER_ADDR=no.invalid train run.yaml run.timeout=0.5",
         "rendezvous at no.invalid:29500 failed (0 s): Name or service not known",

@@ -4,6 +4,7 @@ pipeline rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.bar import Bar
@@ -27,6 +28,8 @@ MOST_BARS = 32
 """Pipeline ranks in a picture: the first so many."""
 
 _GIB = 2**30
+_TITLE_WIDTH = 110
+"""Characters of a line of the title that fit into the narrowest picture."""
 _SMALL = 0.01
 """Kinds of activations below this part of the highest bar are drawn as one."""
 # P. Tol's muted scheme (personal.sron.nl/~pault) after our own colours, of which the last are darker shades.
@@ -222,7 +225,7 @@ def memory_figure(
     omitted = f"; the first {MOST_BARS} of {len(ranks)}" if len(ranks) > MOST_BARS else ""
     axes.set_xlabel(f"rank (one per pipeline coordinate{omitted})")
     axes.set_ylabel("GiB")
-    fits = f"\n{verdict(need, device)}" if device is not None and need is not None else ""
+    fits = f"\n{fill(verdict(need, device), _TITLE_WIDTH)}" if device is not None and need is not None else ""
     figure.suptitle(f"Predicted peak memory: {title}{fits}", x=0.01, ha="left", fontsize=9.5)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), reverse=True, frameon=False)
     return figure

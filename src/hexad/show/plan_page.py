@@ -48,7 +48,7 @@ def plan_page(plan: Plan, candidate: Candidate) -> str:
         ("Layouts", _table(plan)),
         ("Memory against speed", _svg(tradeoff_figure(plan, candidate))),
         ("Where the step goes", _svg(waterfall_figure(plan, candidate))),
-        ("Memory of each pipeline rank", _svg(memory_figure(ranks, layout_name(plan, candidate), device))),
+        ("Memory of each pipeline rank", _svg(memory_figure(ranks, memory_title(candidate.resolved), device))),
         ("The step in time", _svg(schedule_figure([chart]))),
         ("Ranks", _svg(layout_figure(candidate.resolved.layout))),
     ]
@@ -80,7 +80,8 @@ def _table(plan: Plan) -> str:
         )
         for layout in plan.layouts
     ]
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    # Lines of a layout break between its settings. The comma of a number lies in cells that do not break.
+    lines = ["".join(f"<td>{escape(cell).replace(',', ',<wbr>')}</td>" for cell in row) for row in rows]
     head = "".join(f"<th>{heading}</th>" for heading in headings)
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
@@ -97,7 +98,7 @@ def tradeoff_figure(plan: Plan, candidate: Candidate) -> Figure:
     tokens, gpus = candidate.job.tokens, plan.cluster.cluster.gpus
     capacity = plan.cluster.capacity / _GIB
     kinds = (
-        (False, PALE_GREY, "at the least: slower ones are not predicted exactly"),
+        (False, PALE_GREY, "lower bounds: slower layouts, not predicted further"),
         (True, PALETTE[0], "predicted"),
     )
     highest = 0.0

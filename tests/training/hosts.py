@@ -42,7 +42,7 @@ class Hosts:
             _ip("-n", f"{self._mark}-switch", "link", "add", "bridge", "type", "bridge")
             _ip("-n", f"{self._mark}-switch", "link", "set", "bridge", "up")
             for host in range(self.count):
-                space, port = f"{self._mark}-{host}", f"port{host}"
+                space, port = self.space(host), f"port{host}"
                 _ip("netns", "add", space)
                 _ip("-n", space, "link", "set", "lo", "up")
                 peer = ["peer", "name", port, "netns", f"{self._mark}-switch"]
@@ -63,9 +63,21 @@ class Hosts:
         """In the network of all hosts."""
         return f"10.84.0.{host + 1}"
 
+    def space(self, host: int) -> str:
+        """The name of a host's namespace."""
+        return f"{self._mark}-{host}"
+
+    def prefix(self, host: int) -> list[str]:
+        """The words before a command that run it on a host."""
+        return ["ip", "netns", "exec", self.space(host)]
+
     def cut(self, host: int) -> None:
         """Take a host off the network."""
         _ip("-n", f"{self._mark}-switch", "link", "set", f"port{host}", "down")
+
+    def join(self, host: int) -> None:
+        """Bring a host that was cut back to the network."""
+        _ip("-n", f"{self._mark}-switch", "link", "set", f"port{host}", "up")
 
     def torchrun(
         self, host: int, arguments: Sequence[str], where: Path, nodes: str, restarts: int = 0
@@ -79,7 +91,6 @@ class Hosts:
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.address(0)}:29400", "--rdzv-id", "hosts"),
             *("--rdzv-conf", f"is_host={int(host == 0)},{times}", "--local-addr", self.address(host)),
         ]
-        space = ["ip", "netns", "exec", f"{self._mark}-{host}"]
         module = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "hexad.cli.main", *arguments]
         environment = {"GLOO_SOCKET_IFNAME": "eth0", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return Process([*space, *module], where, environment)
+        return Process([*self.prefix(host), *module], where, environment)

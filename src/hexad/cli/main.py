@@ -17,6 +17,7 @@ from .options import fail_once, in_options, print_once
 _COMMANDS = {
     "demo": ("hexad.cli.demo", "demo", "Train a small model on real text, on this machine."),
     "train": ("hexad.cli.train", "train", "Train a model from a configuration."),
+    "submit": ("hexad.cli.submit", "submit", "Queue a training run on a cluster."),
     "megatron": ("hexad.cli.megatron", "megatron", "Train by a launch line of Megatron-LM."),
     "evaluate": ("hexad.cli.evaluate", "evaluate", "Loss and bits per byte of a model on data sets."),
     "score": ("hexad.cli.score", "score", "Log-probabilities of given tokens."),

@@ -43,12 +43,13 @@ def plan_page(plan: Plan, candidate: Candidate) -> str:
     words = ". ".join([*(f"It {line}" for line in misfit(plan, candidate)), words])
     ranks = per_pipeline_rank(candidate.resolved)
     device = Device(plan.cluster.name, plan.cluster.capacity, plan.cluster.gpu)
+    memory = memory_figure(ranks, memory_title(candidate.resolved), device)
     chart = Chart(candidate.step.timeline, "predicted", "s")
     sections = [
         ("Layouts", _table(plan)),
         ("Memory against speed", _svg(tradeoff_figure(plan, candidate))),
         ("Where the step goes", _svg(waterfall_figure(plan, candidate))),
-        ("Memory of each pipeline rank", _svg(memory_figure(ranks, memory_title(candidate.resolved), device))),
+        ("Memory of each pipeline rank", _svg(memory)),
         ("The step in time", _svg(schedule_figure([chart]))),
         ("Ranks", _svg(layout_figure(candidate.resolved.layout))),
     ]

@@ -47,6 +47,9 @@ class RunSettings(SettingsGroup):
     deterministic: bool = False
     """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
     error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""
+    cpu_binding: Literal["auto", "none"] = "auto"
+    """The cores of a rank on a GPU. ``auto``: those of the GPU's socket, unless the launcher has bound the
+    rank already; ``none``: those that the launcher allows."""
 
     @field_validator("compile", mode="before")
     @classmethod

@@ -31,6 +31,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from . import watch
+from .binding import near_gpu
 from .environment import Environment, environment
 from .rendezvous import dismiss, meet
 
@@ -292,7 +293,11 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
         start_on(device)
     bound_compilers(os.environ, here.local_world)
     offload = config.memory.offload == "optimizer"
-    with _threads(host_threads(os.environ, here.local_world, offload)), _near(here):
+    with (
+        _threads(host_threads(os.environ, here.local_world, offload)),
+        near_gpu(device, config.run.cpu_binding),
+        _near(here),
+    ):
         yield from _met(config, here, layout, device)
 
 

@@ -275,7 +275,9 @@ def stand_in(address: str, word: str) -> None:
     words = [word, *sys.argv[1:]]
     if (found := _program(words)) is None:
         os.execv(sys.executable, words)
-    status = status_of(fork(address, _request(*found), (0, 1, 2))[0])
+    connection, process = fork(address, _request(*found), (0, 1, 2))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(process, number))
+    status = status_of(connection)
     if status < 0:
         os.kill(os.getpid(), -status)
     sys.exit(status)

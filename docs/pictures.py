@@ -1,4 +1,4 @@
-"""Draws the pictures of ``docs/parallelism``: ``python -m docs.pictures``."""
+"""Draws pictures of ``docs/parallelism`` and ``docs/tutorials``: ``python -m docs.pictures``."""
 
 import json
 import subprocess
@@ -48,6 +48,12 @@ def layout(path: Path) -> None:
     """16 ranks on four axes."""
     degrees = ("--tensor", "2", "--context", "2", "--data", "2", "--pipeline", "2")
     hexad("show", "layout", "--world", "16", *degrees, "--output", str(path))
+
+
+def six_axes(path: Path) -> None:
+    """The eight ranks of the tutorial, on both grids."""
+    degrees = ("--tensor", "2", "--context", "2", "--pipeline", "2", "--expert", "4")
+    hexad("show", "layout", "--world", "8", *degrees, "--output", str(path))
 
 
 def context(path: Path) -> None:
@@ -179,6 +185,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "axis-pipeline.svg": pipeline,
     "axis-sequence.svg": sequence,
     "axis-tensor.svg": tensor,
+    "six-axes-layout.svg": six_axes,
 }
 """What is drawn, and by what."""
 

@@ -7,7 +7,7 @@ WORKERS ?= 3
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test durations test-slow test-gpu check format docs clean
+.PHONY: help setup demo test durations test-slow test-gpu check format docs site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,8 +47,11 @@ format: setup  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## rewrite the generated pages: settings, presets, Python reference
+docs: setup  ## rewrite the generated pages: settings, presets, keys and flags of other systems
 	$(BIN)/python -m docs.generate
 
+site: setup  ## build the documentation's site into site/, without a network
+	$(BIN)/python -m zensical build --clean --strict
+
 clean:  ## remove the environment and what runs wrote
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) runs build dist site .cache

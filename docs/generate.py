@@ -15,7 +15,6 @@ from hexad.config import Config
 from hexad.model.families import families
 from hexad.planning.costs import preset_table
 
-from .api_page import API, api_page
 from .deepspeed_page import DEEPSPEED_KEYS, deepspeed_keys_page
 from .megatron_flags import MEGATRON, megatron_page
 
@@ -94,7 +93,6 @@ def presets_page() -> str:
 PAGES = {
     PAGE: page,
     PRESETS: presets_page,
-    API: api_page,
     DEEPSPEED_KEYS: deepspeed_keys_page,
     MEGATRON: megatron_page,
 }

@@ -275,7 +275,9 @@ def stand_in(address: str, word: str) -> None:
     words = [word, *sys.argv[1:]]
     if (found := _program(words)) is None:
         os.execv(sys.executable, words)
-    status = status_of(fork(address, _request(*found), (0, 1, 2))[0])
+    connection, process = fork(address, _request(*found), (0, 1, 2))
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(process, number))
+    status = status_of(connection)
     if status < 0:
         os.kill(os.getpid(), -status)
     sys.exit(status)
@@ -404,11 +406,16 @@ def _become(request: dict[str, Any], descriptors: Sequence[int]) -> None:
 
 
 def _close_all_but(descriptors: Sequence[int]) -> None:
-    """Close what is neither a standard stream nor among these."""
-    for number in map(int, os.listdir("/dev/fd")):
-        if number > 2 and number not in descriptors:
-            with suppress(OSError):  # that of the listing
-                os.close(number)
+    """Close what is neither a standard stream nor among these.
+
+    The numbers stay in use: sockets among the parent's garbage may be collected here much later, and would
+    close what has their numbers by then.
+    """
+    numbers = [int(name) for name in os.listdir("/dev/fd")]
+    empty = os.open(os.devnull, os.O_RDWR)
+    for number in numbers:
+        if number > 2 and number != empty and number not in descriptors:
+            os.dup2(empty, number, inheritable=False)
 
 
 def _status_of(execute: Callable[..., None], program: str, arguments: list[str], given: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ PLACE = re.compile(r"`([\w/]+\.py):\s+([\w.]+)`")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 PAGES = [
     *(path for path in ROOT.glob("*.md")),
-    *(path for path in (ROOT / "docs").glob("*.md")),
+    *(path for path in (ROOT / "docs").rglob("*.md")),
 ]
 
 
@@ -36,11 +36,12 @@ def names(path: Path) -> frozenset[str]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them, and of names in the Python reference."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
-    return frozenset(re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain)
+    described = re.findall(r"^::: (.+)$", text, re.MULTILINE)  # by the site, from docstrings
+    return frozenset([*described, *(re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain)])
 
 
 def test_places_in_the_walks_exist() -> None:
@@ -54,7 +55,7 @@ def test_places_in_the_walks_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in LINK.findall(text):

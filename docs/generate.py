@@ -18,6 +18,7 @@ from hexad.planning.costs import preset_table
 from .api_page import API, api_page
 from .deepspeed_page import DEEPSPEED_KEYS, deepspeed_keys_page
 from .megatron_flags import MEGATRON, megatron_page
+from .recipes_page import FILES, RECIPES_PAGE, recipe, recipes_page
 
 PAGE = Path(__file__).parent / "configuration.md"
 PRESETS = Path(__file__).parent / "presets.md"
@@ -97,6 +98,7 @@ PAGES = {
     API: api_page,
     DEEPSPEED_KEYS: deepspeed_keys_page,
     MEGATRON: megatron_page,
+    RECIPES_PAGE: recipes_page,
 }
 """What is generated, and by what."""
 
@@ -206,6 +208,8 @@ def _plainly(number: float) -> str:
 
 
 if __name__ == "__main__":
+    for path in FILES:  # their predictions, which the page repeats
+        path.write_text(recipe(path), encoding="utf-8")
     for path, make in PAGES.items():
         text = make()
         assert path == MEGATRON or not re.search(r"\n\n\n", text)  # its code has empty lines

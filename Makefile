@@ -7,7 +7,7 @@ WORKERS ?= 3
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test durations test-slow test-gpu check format docs clean
+.PHONY: help setup demo test durations test-slow test-gpu check format docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ format: setup  ## apply ruff's fixes and formatting
 
 docs: setup  ## rewrite the generated pages: settings, presets, Python reference
 	$(BIN)/python -m docs.generate
+
+dist: setup  ## build wheel, sdist and SBOM into dist/, and try them in an empty environment
+	.ci/package dist
 
 clean:  ## remove the environment and what runs wrote
 	rm -rf $(VENV) runs build dist

@@ -31,6 +31,7 @@ _PRESETS_HEAD = """\
 `model.preset` fills in the architecture of a published model; keys of `model` that are given too override it.
 Weights are not loaded: `model.load: hf:DIR` does that and needs no preset ([Hugging Face](hugging-face.md)).
 `hexad config presets` prints this table, `hexad config init --preset NAME` writes a run.yaml for one.
+[Recipes](recipes.md) are complete run files of some of them, for stated clusters.
 
 <!-- tested -->
 ```bash

@@ -40,7 +40,10 @@ def test_accepted_without_data_and_gpus(path: Path) -> None:
 def test_predicted_to_fit_as_its_head_says(path: Path) -> None:
     result, candidate = planned(path)
     assert result.fits(candidate)
-    assert prediction(result, candidate) in path.read_text(encoding="utf-8").splitlines(), "run 'make docs'"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert prediction(result, candidate) in lines, "run 'make docs'"
+    cluster = f"{result.cluster.name}:{result.cluster.cluster.gpus}"
+    assert f"# hexad plan recipes/{path.name} --cluster {cluster} --explain file" in lines
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ WORKERS ?= 3
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test durations test-slow test-gpu check format docs site clean
+.PHONY: help setup demo test durations test-slow test-gpu check format docs site dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ docs: setup  ## rewrite the generated pages: settings, presets, keys and flags o
 
 site: setup  ## build the documentation's site into site/, without a network
 	$(BIN)/python -m zensical build --clean --strict
+
+dist: setup  ## build wheel, sdist and SBOM into dist/, and try them in an empty environment
+	.ci/package dist
 
 clean:  ## remove the environment and what runs wrote
 	rm -rf $(VENV) runs build dist site .cache

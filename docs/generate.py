@@ -17,6 +17,7 @@ from hexad.planning.costs import preset_table
 
 from .deepspeed_page import DEEPSPEED_KEYS, deepspeed_keys_page
 from .megatron_flags import MEGATRON, megatron_page
+from .recipes_page import FILES, RECIPES_PAGE, recipe, recipes_page
 
 PAGE = Path(__file__).parent / "configuration.md"
 PRESETS = Path(__file__).parent / "presets.md"
@@ -29,6 +30,7 @@ _PRESETS_HEAD = """\
 `model.preset` fills in the architecture of a published model; keys of `model` that are given too override it.
 Weights are not loaded: `model.load: hf:DIR` does that and needs no preset ([Hugging Face](hugging-face.md)).
 `hexad config presets` prints this table, `hexad config init --preset NAME` writes a run.yaml for one.
+[Recipes](recipes.md) are complete run files of some of them, for stated clusters.
 
 <!-- tested -->
 ```bash
@@ -95,6 +97,7 @@ PAGES = {
     PRESETS: presets_page,
     DEEPSPEED_KEYS: deepspeed_keys_page,
     MEGATRON: megatron_page,
+    RECIPES_PAGE: recipes_page,
 }
 """What is generated, and by what."""
 
@@ -204,6 +207,8 @@ def _plainly(number: float) -> str:
 
 
 if __name__ == "__main__":
+    for path in FILES:  # their predictions, which the page repeats
+        path.write_text(recipe(path), encoding="utf-8")
     for path, make in PAGES.items():
         text = make()
         assert path == MEGATRON or not re.search(r"\n\n\n", text)  # its code has empty lines

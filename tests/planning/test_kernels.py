@@ -271,3 +271,11 @@ def test_nothing_takes_no_time() -> None:
     assert device.product(0, 128, 128, "bf16") == 0 == device.attention("forward", 0, 128, 128, "bf16")
     with pytest.raises(HexadError, match="A100: found format fp8, of which no peak is known"):
         device.product(1, 1, 1, "fp8")
+
+
+def test_part_of_a_head_takes_its_part() -> None:
+    """Of 4 heads, 8 context ranks have the pairs of half a head each."""
+    device = kernels("h100")
+    for action in ("forward", "backward"):
+        half, one, two = (device.attention(action, heads, 131072, 128, "bf16") for heads in (0.5, 1, 2))
+        assert half > 0 and one - half == pytest.approx((two - one) / 2)

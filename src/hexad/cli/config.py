@@ -11,7 +11,8 @@ import click
 import yaml
 from pydantic import BaseModel
 
-from hexad.config import Config, ConfigError, HexadError, apply_overrides, counted, dump_config
+from hexad.config import Config, ConfigError, HexadError, apply_overrides, counted, dump_config, parse_tree
+from hexad.config.recipes import cluster_of, recipe_names, recipe_text
 from hexad.model.configuration import build_config, load_config
 from hexad.model.families import family, preset
 from hexad.planning import check_config, planned_layout
@@ -42,7 +43,7 @@ def _comment(text: str, indent: str) -> Iterator[str]:
 
 
 def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
     return text.removesuffix("...\n").strip()
 
 
@@ -93,6 +94,41 @@ def first_run(
     config = build_config(settings)
     check_config(config, layout)
     return commented(_tree(settings, config), _HEAD), config
+
+
+def from_recipe(
+    name: str,
+    path: str,
+    data: str | None,
+    validation: str | None,
+    tokenizer: str | None,
+    ranks: int | None,
+    overrides: tuple[str, ...],
+) -> tuple[str, Config]:
+    """The text of a recipe with some settings changed, to be written to ``path``, and its configuration.
+
+    Args:
+        ranks: for which it is checked.
+
+    Raises:
+        HexadError: an unknown recipe, or settings that do not fit each other or the ranks.
+    """
+    text = recipe_text(name).replace(f"recipes/{name}.yaml", quote(path))
+    head, _, body = text.partition("\n\n")
+    tree = parse_tree(body, f"recipe {name}")
+    before = {group: dict(values) for group, values in tree.items()}
+    given = _option_settings(None, data, validation, tokenizer)
+    for group, values in given.items():
+        tree.setdefault(group, {}).update(values)
+    apply_overrides(tree, overrides)
+    config = build_config(tree)
+    check_config(config, planned_layout(config, ranks))
+    if overrides:
+        head += f"\n# Changed: {' '.join(map(quote, overrides))}"
+    lines = {line.partition(":")[0]: line for line in body.splitlines()}
+    changed = {group: values for group, values in tree.items() if values != before.get(group)}
+    lines |= {group: f"{group}: {_flow(values)}" for group, values in changed.items()}
+    return f"{head}\n\n" + "".join(f"{line}\n" for line in lines.values()), config
 
 
 def _option_settings(
@@ -269,6 +305,15 @@ def presets_command(as_json: bool) -> None:
     Console(highlight=False, width=max(110, get_terminal_size().columns)).print(table)
 
 
+@config.command("recipes")
+@json_option
+def recipes_command(as_json: bool) -> None:
+    """List the recipes that 'hexad config init --recipe' writes."""
+    titles = {name: recipe_text(name).partition("\n")[0].removeprefix("# ") for name in recipe_names()}
+    width = max(map(len, titles))
+    answer(as_json, titles, *(f"{name:{width}}  {title}" for name, title in titles.items()))
+
+
 @config.command("from-deepspeed")
 @click.argument("path", metavar="ds_config.json")
 @overrides_argument
@@ -304,6 +349,7 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
 @click.argument("path", metavar="[run.yaml]", default="run.yaml")
 @overrides_argument
 @click.option("--preset", metavar="NAME", help="A published model; see 'hexad config presets'.")
+@click.option("--recipe", metavar="NAME", help="A run of one on a cluster; see 'hexad config recipes'.")
 @click.option("--data", metavar="PREFIX", help="Training data, as 'hexad data build' wrote it.")
 @click.option("--validation", metavar="PREFIX", help="Validation data; turns evaluation on.")
 @click.option("--tokenizer", metavar="byte|PATH", help="The tokenizer that built the data. [default: byte]")
@@ -313,6 +359,7 @@ def init(
     path: str,
     overrides: tuple[str, ...],
     preset: str | None,
+    recipe: str | None,
     data: str | None,
     validation: str | None,
     tokenizer: str | None,
@@ -325,7 +372,13 @@ def init(
     """
     if "=" in path:
         path, overrides = "run.yaml", (path, *overrides)
-    text, config = first_run(preset, data, validation, tokenizer, nproc, overrides)
+    if preset is not None and recipe is not None:
+        raise HexadError(f"--recipe: found {recipe} beside --preset {preset}; give one of them")
+    if recipe is None:
+        text, config = first_run(preset, data, validation, tokenizer, nproc, overrides)
+    else:
+        nproc = nproc or int(cluster_of(recipe_text(recipe)).rpartition(":")[2])
+        text, config = from_recipe(recipe, path, data, validation, tokenizer, nproc, overrides)
     write_new(Path(path), text)
     name = quote(path)
     check, start = f"hexad config check {name}", f"hexad train {name}"

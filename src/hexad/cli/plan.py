@@ -54,7 +54,7 @@ def job_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @plan.command(context_settings={"help_option_names": ["-h", "--help"]})
 @job_options
 @click.option("--top", type=click.IntRange(1), default=10, show_default=True, help="Layouts to list at most.")
-@click.option("--explain", metavar="LAYOUT", help="Break one down, such as tensor=8,pipeline=4,zero=1.")
+@click.option("--explain", metavar="LAYOUT", help="Break one down: tensor=8,pipeline=4,zero=1, or file.")
 @click.option("--compare", metavar="A B", nargs=2, help="Two layouts side by side.")
 @click.option("--output", type=click.Path(path_type=Path), help="Write the best one as a run.yaml.")
 @click.option("--calibrate", is_flag=True, help="Measure this CPU: write its hardware file to --output.")

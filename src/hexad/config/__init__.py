@@ -22,6 +22,7 @@ from .load import (
     key_names,
     listed_overrides,
     parse_config,
+    parse_tree,
     read_tree,
     setting_names,
 )

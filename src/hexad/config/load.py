@@ -134,6 +134,18 @@ def read_yaml(path: Path) -> Any:
     return _parse_yaml(read_bounded(path, LARGEST_YAML).decode("utf-8"), str(path))
 
 
+def parse_tree(text: str, source: str) -> dict[str, Any]:
+    """The raw settings of a configuration's text.
+
+    Raises:
+        HexadError: it is not YAML, or no mapping.
+    """
+    tree = _parse_yaml(text, source) or {}
+    if not isinstance(tree, dict):
+        raise HexadError(f"{source}: found a {type(tree).__name__}, expected a mapping of settings")
+    return tree
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         tree = read_yaml(path) or {}

@@ -172,7 +172,7 @@ class Kernels:
             value_width: of a head's values; None for ``width``.
         """
         keys = length if keys is None else keys
-        if min(heads, length, keys, width) < 1:
+        if heads <= 0 or min(length, keys, width) < 1:  # a context rank may have half a head's pairs
             return 0.0
         value_width = width if value_width is None else value_width
         constants = self._attention_constants(dtype)

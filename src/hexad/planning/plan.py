@@ -337,13 +337,14 @@ def plan(
 
 
 def explained(plan: Plan, layout: str) -> Candidate:
-    """A layout of the user's, ``tensor=8,pipeline=4,zero=1`` style, evaluated.
+    """A layout of the user's, ``tensor=8,pipeline=4,zero=1`` style, evaluated; ``file`` for the job's own.
 
     Raises:
         HexadError: it is not possible.
     """
     parts = re.split(r",(?![^\[]*\])", layout)  # not at those of a list
-    overrides = [_setting(part) for part in parts if part.strip()]
+    own = layout.strip() == OWN_LAYOUT
+    overrides = [] if own else [_setting(part) for part in parts if part.strip()]
     tree = plan.config.model_dump(mode="json", by_alias=True)
     apply_overrides(tree, overrides)
     config = build_config(tree)
@@ -354,6 +355,8 @@ def explained(plan: Plan, layout: str) -> Candidate:
     return Candidate(resolved, job, Predictor(job, plan.cluster.cluster).step, memory, device)
 
 
+OWN_LAYOUT = "file"
+"""In place of a layout: the one that the configuration has."""
 SHORT_NAMES = {
     "micro": "batch.micro",
     "recompute": "memory.recompute",

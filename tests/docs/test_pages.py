@@ -48,7 +48,7 @@ def test_there_are_tested_commands() -> None:
     assert "docs/training.md" in PAGES
 
 
-FIRST = ("README.md",)
+FIRST = ("README.md", "docs/tutorials/first-run.md")
 """What a new user reads; the other pages take minutes and are in the slow sweep."""
 STANDALONE = (*FIRST, "docs/tutorials/")
 """Beginnings of the paths of pages that make all they need, and so run in an empty directory."""

@@ -9,7 +9,7 @@ import torch
 
 from hexad import __version__
 from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint, origin_of, write_manifest
-from hexad.checkpoint.manifest import read_manifest
+from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
@@ -69,6 +69,20 @@ def test_a_checkpoint_that_is_replaced_is_there_until_its_successor_is(
     assert newest.name == "step-00000007.replaced"
     save(run, 7, 3.0)
     assert [path.name for path in sorted(run.path.iterdir())] == ["latest", "step-00000007"]
+
+
+def test_a_directory_that_is_no_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / "saved" / tag).mkdir(parents=True)
+        (tmp_path / "saved" / tag / MANIFEST_FILE).touch()
+    with pytest.raises(HexadError, match=r"name one, such as .*saved/global_step2$"):
+        find_checkpoint(tmp_path / "saved")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").touch()
+    with pytest.raises(HexadError, match=r"a Hugging Face model is named hf:.*/model$"):
+        find_checkpoint(tmp_path / "model")
+    with pytest.raises(HexadError, match=r"with a complete checkpoint$"):
+        find_checkpoint(tmp_path)
 
 
 def test_find_checkpoint(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_format(names: dict[str, ForeignName]) -> None:
     ("meaning", "summary", "problem"),
     [
         (Meaning(target="model.layers"), "model.layers", ""),
-        (Meaning(effect="none", note="always so"), "no effect: always so", ""),
+        (Meaning(effect="none", note="always on"), "no effect: always on", ""),
         (
             Meaning(effect="refused", note="it is gone"),
             "refused: it is gone",

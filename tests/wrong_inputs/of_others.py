@@ -206,7 +206,7 @@ USE = (
         "generate run.yaml --prompt a",
         "run.yaml: neither a checkpoint nor a run directory with a complete checkpoint",
     ),
-    ("generate hf --prompt a", "hf: neither a checkpoint nor a run directory with a complete checkpoint"),
+    ("generate hf --prompt a", "a directory of a Hugging Face model is named hf:hf"),
     ("generate hf:no-such --prompt a", "no-such: no such directory"),
     (
         "generate hf:hf-no-config --prompt a",

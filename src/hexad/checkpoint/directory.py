@@ -304,7 +304,7 @@ def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
     settings = config.model_dump(mode="json", by_alias=True)
     # The effect of run.steps on the learning-rate schedule is shown by lr_schedule.decay_steps.
-    silent = {"run.dir", "run.device", "run.timeout", "run.steps", "model.init_std"}
+    silent = {"run.dir", "run.device", "run.timeout", "run.steps", "run.cpu_binding", "model.init_std"}
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
         for group in _SHAPING
@@ -329,8 +329,18 @@ def find_checkpoint(path: str | Path) -> Path:
         return start
     newest = CheckpointDirectory(start).newest()
     if newest is None:
-        raise HexadError(f"{start}: neither a checkpoint nor a run directory with a complete checkpoint")
+        problem = "neither a checkpoint nor a run directory with a complete checkpoint"
+        raise HexadError(f"{start}: {problem}{_what_else(start)}")
     return newest
+
+
+def _what_else(directory: Path) -> str:
+    """What a directory that is no checkpoint holds, as the end of a message."""
+    if os.path.isfile(directory / "config.json"):
+        return f"; a directory of a Hugging Face model is named hf:{directory}"
+    inner = directory.glob(f"*/{MANIFEST_FILE}") if os.path.isdir(directory) else ()
+    tags = sorted(path.parent.name for path in inner)
+    return f"; it holds checkpoints of its own: name one, such as {directory / tags[-1]}" if tags else ""
 
 
 def _remove(checkpoint: Path) -> None:

@@ -349,7 +349,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1e8, "contiguous_gradients": True}
     notes = without_effect(read_config({"train_batch_size": 1, "zero_optimization": zero}, 1).keys)
     assert notes == (
-        "zero_optimization.overlap_comm: no effect: always so",
+        "zero_optimization.overlap_comm: no effect: always on",
         "zero_optimization.reduce_bucket_size: no effect: Hexad sizes its own buffers",
     )
 

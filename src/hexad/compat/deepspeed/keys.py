@@ -30,7 +30,7 @@ def refused(fix: str) -> Meaning:
 
 
 OWN = no_effect("Hexad sizes its own buffers")
-ALWAYS = no_effect("always so")
+ALWAYS = no_effect("always on")
 KERNELS = no_effect("an implementation detail of DeepSpeed's kernels")
 
 

@@ -28,7 +28,7 @@ hexad config recipes                                   # lists them
 hexad config init run.yaml --recipe llama3.1-8b --data data/train --tokenizer path/to/tokenizer
 hexad config check run.yaml --world 64 --elsewhere     # without the data and the GPUs
 hexad plan run.yaml --cluster h100:64 --explain file   # where its time and memory go
-hexad train run.yaml                                   # as each of 64 ranks: see Clusters
+hexad submit --engine slurm run.yaml --nodes 8         # on a cluster
 ```
 
 In a checkout the files are in `recipes/`, and may be used in place:

@@ -47,6 +47,7 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
     # Policies, the place to compute on (which only the process knows), and limits of searches remain.
     policies = {
         "run.device",
+        "run.cpu_binding",
         "checkpoint.resume",
         "run.compile",
         "data.bos",

@@ -39,6 +39,7 @@ from hexad.show.memory import (
     needed,
     serving_json,
     serving_text,
+    verdict,
 )
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import Chart, read_timeline, schedule_figure, schedule_text
@@ -444,6 +445,8 @@ def memory_command(
     need = None if target is None else needed(resolved, ranks, target)
     figure = partial(memory_figure, ranks, memory_title(resolved), target, need)
     _present(as_json, output, tree, figure, partial(memory_text, resolved, plan, ranks, target))
+    if output and target is not None and need is not None and not as_json:
+        click.echo(verdict(need, target))
 
 
 @show.command("plan")

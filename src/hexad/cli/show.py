@@ -446,7 +446,7 @@ def memory_command(
     figure = partial(memory_figure, ranks, memory_title(resolved), target, need)
     _present(as_json, output, tree, figure, partial(memory_text, resolved, plan, ranks, target))
     if output and target is not None and need is not None and not as_json:
-        click.echo(verdict(need, target))
+        click.echo(verdict(need, target), err=True)
 
 
 @show.command("plan")

@@ -55,21 +55,31 @@ _HEAD = """\
 
 # Configuration
 
-One YAML file holds every setting; all have defaults. Settings can be overridden on the command line, as in
-`hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3`; the value is YAML. An unknown key is an error that
-names the nearest known one. Numbers are those of YAML 1.2, `010` is ten and `2024-01-31` a name, but their
-digits may be grouped, `1_000`. A quoted number counts as a number where one is expected; where a text is
-expected, a number needs quotes: `run.dir='"2024"'`. A colon is followed by a blank: `model.lora='{rank: 4}'`.
-From Python, paths may be `pathlib.Path`.
-Relative paths are relative to the working directory of the command, wherever the file is; in what a run
-saves (`run.dir/config.yaml` and the checkpoints') they are absolute.
-`hexad config show run.yaml` prints all settings, with those that preset and
-family determine filled in; `hexad config check run.yaml` says whether they would be accepted. What depends on
-the number of ranks or the tokenizer stays `auto` until a run resolves it: `hexad train run.yaml --dry-run`
-prints the result.
+One YAML file has all settings of a run. Every setting has a default.
 
-Integers without a limit of their own end at 10^9.
-Values marked † are part of the format, but refused by this version.
+```bash
+hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3
+```
+
+Arguments after the file override it. Their values are YAML.
+
+| Command | Prints |
+|---|---|
+| `hexad config check run.yaml` | whether the settings would be accepted |
+| `hexad config show run.yaml` | all settings, including those that preset and family determine |
+| `hexad train run.yaml --dry-run` | all settings, as the run resolves them |
+
+- **Unknown keys** are errors that name the nearest known key.
+- **Numbers** are those of YAML 1.2: `010` is ten, and `2024-01-31` is a text. Digits may be grouped
+  (`1_000`). Integers without another limit end at 10^9.
+- **Quotes.** A quoted number is accepted as a number. A number that is meant as a text needs quotes:
+  `run.dir='"2024"'`.
+- **Colons** need a space after them: `model.lora='{rank: 4}'`.
+- **Paths** are relative to the working directory of the command, not to the file. A run saves them as
+  absolute paths, in `run.dir/config.yaml` and in checkpoints. From Python they may be `pathlib.Path`.
+- **`auto`** stays in settings that depend on the number of ranks or the tokenizer, until a run resolves
+  them.
+- **†** marks values that are part of the format, but that this version refuses.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gzip
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,16 @@ def test_skypilot_starts_torchrun_on_each_node() -> None:
 )
 def test_what_does_not_fit_is_refused_in_one_line(engine: str, words: tuple[str, ...], problem: str) -> None:
     assert problem in refused(engine, *words)
+
+
+def test_skypilot_copies_the_working_directory_with_the_configuration(project: Path) -> None:
+    (project / "inner").mkdir()
+    (project / "inner/run.yaml").write_text(RUN)
+    words = ("submit", "--engine", "skypilot", "--print", "--gpu", "H100")
+    inside = call(*words, str(project / "inner/run.yaml"))
+    assert yaml.safe_load(inside.out)["run"].endswith("hexad train inner/run.yaml\n")
+    os.chdir(project / "inner")
+    assert "outside the working directory" in call(*words, str(project / "run.yaml")).error
 
 
 def test_a_missing_command_of_the_engine_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,12 @@ def task(job: Job) -> str:
     """A task of a node's torchrun on each node, from SkyPilot's variables.
 
     Raises:
-        ConfigError: the kind of GPU is missing.
+        ConfigError: the kind of GPU is missing, or the configuration is outside the working directory, which
+            SkyPilot copies to the nodes.
     """
+    if not Path(job.config).resolve().is_relative_to(job.directory.resolve()):
+        problem = f"found {job.config}, outside the working directory {job.directory}, which SkyPilot copies"
+        raise ConfigError("run.yaml", f"{problem}; run this in a directory above it")
     resources: dict[str, Any] = {}
     if job.gpus:
         if job.gpu is None:
@@ -39,7 +43,7 @@ def task(job: Job) -> str:
     launch = (
         f"{join(launcher)} --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK \\\n"
         f'    --master-addr "$(head -n1 <<< "$SKYPILOT_NODE_IPS")" \\\n'
-        f"    --no-python {join(job.command)}\n"
+        f"    --no-python {join(_command(job))}\n"
     )
     tree: dict[str, Any] = {
         "name": job.name,
@@ -51,6 +55,12 @@ def task(job: Job) -> str:
         "run": launch,
     }
     return dump_yaml(tree)
+
+
+def _command(job: Job) -> tuple[str, ...]:
+    """The command of a rank, which starts in the copy of the working directory."""
+    config = Path(job.config).resolve().relative_to(job.directory.resolve())
+    return ("hexad", "train", str(config), *job.overrides)
 
 
 def submit(job: Job, path: Path) -> Submitted:

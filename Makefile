@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
-test: setup  ## the default tests (about 6 minutes on two cores)
+test: setup  ## the default tests (8 to 12 minutes on two cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 durations: setup  ## record how long the default tests take: the longest files begin

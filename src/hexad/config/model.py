@@ -70,35 +70,38 @@ class SettingsGroup(BaseModel):
 
 
 class RopeScaling(SettingsGroup):
-    """Scaling of rotary frequencies for sequences longer than those of the first training phase."""
+    """Scaling of rotary frequencies for sequences longer than in the first training phase."""
 
     type: Literal["llama3", "yarn", "longrope", "linear", "dynamic"] = "llama3"
-    """How: as Llama 3.1 (its model card), YaRN (Peng et al., arXiv 2309.00071), LongRoPE (Ding et al., arXiv
-    2402.13753; Phi-3), by position interpolation (``linear``: Chen et al., arXiv 2306.15595), or with a base
-    that grows with the document (``dynamic``: NTK-aware scaling as in ``transformers``)."""
+    """Method. ``llama3``: Llama 3.1 (its model card). ``yarn``: YaRN (Peng et al., arXiv 2309.00071).
+    ``longrope``: LongRoPE (Ding et al., arXiv 2402.13753; Phi-3). ``linear``: position interpolation (Chen et
+    al., arXiv 2306.15595). ``dynamic``: NTK-aware scaling as in ``transformers``, with a base that grows with
+    the document."""
     factor: PositiveFloat = 8.0
-    """How much longer sequences become. llama3 and yarn slow low frequencies down by it, linear all."""
+    """Ratio of the new to the original sequence length. llama3 and yarn divide low frequencies by it, linear
+    divides all frequencies."""
     original_positions: Positive = 8192
-    """Sequence length of the first training phase, in tokens. dynamic: documents up to it have the plain
-    frequencies."""
+    """Sequence length of the first training phase, in tokens. With dynamic, the frequencies of documents up
+    to this length are not scaled."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: wavelengths above ``original_positions / low_freq_factor`` are scaled fully."""
     high_freq_factor: PositiveFloat = 4.0
-    """llama3: wavelengths below ``original_positions / high_freq_factor`` are left alone."""
+    """llama3: wavelengths below ``original_positions / high_freq_factor`` are not scaled."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: frequencies that turn more often than this in ``original_positions`` are left alone."""
+    """yarn: frequencies that turn more often than this in ``original_positions`` tokens are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: those that turn less often are scaled fully."""
+    """yarn: frequencies that turn less often than this in ``original_positions`` tokens are scaled fully."""
     truncate: bool = True
-    """yarn: whether the range between the two is widened to whole frequencies."""
+    """yarn: widen the range between ``beta_fast`` and ``beta_slow`` to whole frequencies."""
     short_factors: tuple[PositiveFloat, ...] = ()
-    """longrope: what every frequency is divided by in documents of up to ``original_positions`` tokens; half
-    as many numbers as elements of a head are rotated."""
+    """longrope: divisors of the frequencies in documents of up to ``original_positions`` tokens. The list has
+    one number per frequency, which is half the number of rotated elements of a head."""
     long_factors: tuple[PositiveFloat, ...] = ()
-    """longrope: the same in longer documents."""
+    """longrope: divisors of the frequencies in longer documents."""
     attention_factor: PositiveFloat | Literal["auto"] = "auto"
-    """yarn and longrope: what rotated queries and keys are multiplied by. ``auto``, as in the papers:
-    ``0.1 ln(factor) + 1`` or ``sqrt(1 + ln(factor) / ln(original_positions))``; 1 up to a factor of 1."""
+    """yarn and longrope: factor of rotated queries and keys. ``auto``, as in the papers: ``0.1 ln(factor) +
+    1`` with yarn, ``sqrt(1 + ln(factor) / ln(original_positions))`` with longrope. If ``factor`` is at most
+    1, it is 1."""
 
     _COMMON: ClassVar = ("type", "factor", "original_positions")
     USED: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -118,18 +121,19 @@ Family = Literal[
 
 
 class MlaSettings(SettingsGroup):
-    """Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1): keys and values are products
-    of one narrow latent vector per token, which is what generation keeps of a token."""
+    """Multi-head latent attention (DeepSeek-V2: arXiv 2405.04434, section 2.1). Keys and values are projected
+    from one narrow latent vector per token. Generation caches this vector instead of keys and values."""
 
     q_rank: Width | None = 1536
-    """Width of the latent vector that queries are made of. null: queries are a product of the residual
-    stream, as in DeepSeek-V2-Lite."""
+    """Width of the latent vector from which queries are projected. null: queries are projected from the
+    residual stream, as in DeepSeek-V2-Lite."""
     kv_rank: Width = 512
-    """Width of the latent vector that keys and values are made of."""
+    """Width of the latent vector from which keys and values are projected."""
     nope_dim: Width = 128
-    """Elements of a query or key head without positions."""
+    """Elements of a query or key head that are not rotated."""
     rope_dim: Width = 64
-    """Elements of a query or key head that are rotated, after the others; in keys the same for all heads."""
+    """Elements of a query or key head that are rotated. They follow the other elements. All key heads share
+    them."""
     value_dim: Width = 128
     """Width of a value head."""
 
@@ -143,16 +147,17 @@ class LoraSettings(SettingsGroup):
     """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685)."""
 
     rank: Positive = 8
-    """Rank of the products that are added to the matrices."""
+    """Rank of the adapters."""
     alpha: PositiveFloat = 16.0
-    """Factor of these products, times ``rank``."""
+    """Scale of the adapters: their product is multiplied by ``alpha / rank``."""
     dropout: Fraction = 0.0
-    """Probability with which elements of the adapters' inputs are dropped in training; the adapters of one
-    linear layer (query, key and value; gate and up) drop the same ones."""
+    """Dropout probability of the adapters' inputs in training. The adapters of one linear layer (query, key
+    and value; gate and up) drop the same elements."""
     targets: Literal["all"] | tuple[str, ...] = "all"
-    """The linear layers' outputs that are adapted: ``all``, or patterns as for ``model.train``, such as
-    ``[q_proj, v_proj]``. Experts (``experts.gate_up``, ``experts.down``, each with a product of its own) by
-    patterns only, and without dropout, as PEFT's ``target_parameters``."""
+    """Linear layers that have adapters: ``all``, or patterns as for ``model.train``, such as ``[q_proj,
+    v_proj]``. ``all`` does not include experts. Patterns may name them (``experts.gate_up``,
+    ``experts.down``). Each expert then has its own adapter, and ``dropout`` must be 0, as in PEFT's
+    ``target_parameters``."""
 
 
 DispatcherName = Literal["alltoall", "all_gather", "nvshmem", "deepep"]
@@ -162,61 +167,65 @@ class MoeSettings(SettingsGroup):
     """A mixture of experts in place of the feed-forward layer (Shazeer et al., arXiv 1701.06538)."""
 
     experts: Annotated[Integer, Field(ge=1, le=2**15)] = 8
-    """Experts per layer, without shared ones."""
+    """Experts per layer, not counting shared experts."""
     top_k: Positive = 2
-    """Experts that a token passes."""
+    """Experts that are chosen for each token."""
     ffn_hidden: Width | Literal["auto"] = "auto"
     """Inner width of an expert. ``auto``: ``model.ffn_hidden``."""
     shared_experts: Count = 0
-    """Experts that every token passes besides, computed as one layer of that many times ``ffn_hidden``."""
+    """Experts that process every token, in addition to the chosen ones. They are computed as one layer of
+    this many times ``ffn_hidden``."""
     shared_gate: bool = False
-    """Whether the shared experts' output is multiplied by a sigmoid of a product with the token
+    """Multiply the shared experts' output by a gate: the sigmoid of a linear projection of the token
     (Qwen2-MoE)."""
     every: Positive = 1
-    """Distance between layers with experts: those whose number, counted from 1, is a multiple of this, and
-    that are not among the first ``first_dense``. The others are dense."""
+    """Distance between layers with experts. A layer has experts if its number, counted from 1, is a multiple
+    of this, and if it is not among the first ``first_dense`` layers. The other layers are dense."""
     first_dense: Count = 0
-    """Leading layers that are dense."""
+    """Number of leading layers that are dense."""
     layers: Literal["auto"] | tuple[Count, ...] = "auto"
-    """Numbers, from 0, of the layers with experts. ``auto``: as ``every`` and ``first_dense`` say."""
+    """Numbers, from 0, of the layers with experts. ``auto``: determined by ``every`` and ``first_dense``."""
     score: Literal["softmax_topk", "topk_softmax", "sigmoid"] = "softmax_topk"
-    """How experts are weighted: by a softmax over all experts, of which the largest are chosen (Mixtral,
-    Qwen3); by a softmax over the chosen ones; or by sigmoids, chosen with a bias that balances loads
-    (DeepSeek-V3, arXiv 2412.19437). Scores are computed in float32 at least."""
+    """Weights of the experts. ``softmax_topk``: a softmax over all experts, then the largest are chosen
+    (Mixtral, Qwen3). ``topk_softmax``: the largest are chosen, then a softmax over these. ``sigmoid``:
+    sigmoids; a bias that balances loads is added for the choice (DeepSeek-V3, arXiv 2412.19437). Scores are
+    computed in at least float32."""
     groups: Positive = 1
-    """Groups of neighbouring experts, of which a token's are chosen from ``top_groups`` (DeepSeek-V2, arXiv
-    2405.04434). A group counts by its largest score; with ``sigmoid`` by the sum of its two largest."""
+    """Number of groups of neighbouring experts. The experts of a token are chosen from ``top_groups`` of them
+    (DeepSeek-V2, arXiv 2405.04434). Groups are ranked by their largest score; with ``sigmoid`` by the sum of
+    their two largest scores."""
     top_groups: Positive = 1
-    """Groups that a token's experts are chosen from."""
+    """Number of groups from which the experts of a token are chosen."""
     scale: PositiveFloat = 1.0
-    """Factor of the weights of the chosen experts (routed scaling factor)."""
+    """Factor of the chosen experts' weights (routed scaling factor)."""
     normalise: bool = True
-    """Whether the weights of the chosen experts are divided by their sum."""
+    """Divide the weights of the chosen experts by their sum."""
     balance: Literal["microbatch", "sequence", "step"] = "microbatch"
-    """Over which tokens loads and scores are averaged in ``aux_loss``: those of a microbatch, as in
-    Megatron-LM; of each sequence, as in DeepSeek-V3; or of the global batch, with the loads of the step
-    before (``step``): those of a step are known only at its end."""
+    """Tokens over which ``aux_loss`` averages loads and scores. ``microbatch``: a microbatch, as in
+    Megatron-LM. ``sequence``: each sequence, as in DeepSeek-V3. ``step``: the global batch. With ``step`` the
+    loads are those of the step before, because the loads of a step are known only at its end."""
     aux_loss: NonNegativeFloat = 0.0
-    """Coefficient of the load-balancing loss: experts times the sum of load times mean score (Fedus et al.,
-    arXiv 2101.03961), a mean over microbatches, added for each layer."""
+    """Coefficient of the load-balancing loss. The loss is the number of experts times the sum of load times
+    mean score (Fedus et al., arXiv 2101.03961). It is averaged over microbatches and added for each layer."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the mean square of the router's log-sum-exp (Zoph et al., arXiv 2202.08906)."""
     bias_rate: NonNegativeFloat = 0.0
-    """Amount by which the bias of an expert is changed after each step towards an even load (Wang et al.,
-    arXiv 2408.15664), with ``score: sigmoid``."""
+    """Change of each expert's bias after a step, towards an even load (Wang et al., arXiv 2408.15664), with
+    ``score: sigmoid``."""
     capacity_factor: PositiveFloat | None = None
-    """Most tokens of an expert in a microbatch, as a multiple of an even load; those beyond, the last ones of
-    the microbatch, skip it, but not in generation. null: no token skips an expert (dropless)."""
+    """Maximum number of tokens of an expert in a microbatch, as a multiple of an even load. Tokens beyond it,
+    the last of the microbatch, skip the expert. Generation has no maximum. null: no token skips an expert
+    (dropless)."""
     dispatcher: Literal["auto", DispatcherName] = "auto"
-    """How tokens reach experts on other ranks: ``alltoall`` sends each row to the ranks of its experts;
-    ``all_gather`` sends all rows to all ranks of the group. ``auto``: which of these sends less. On GPUs,
-    ``nvshmem`` sends as ``alltoall``, by PyTorch's operators on NVSHMEM; ``deepep`` sends a token once to
-    each rank of its experts, by the package ``deep_ep``."""
+    """How tokens are sent to experts on other ranks. ``alltoall``: each row is sent to the ranks of its
+    experts. ``all_gather``: all rows are sent to all ranks of the group. ``auto``: whichever of these two
+    sends less. Two further dispatchers need GPUs. ``nvshmem``: as ``alltoall``, with PyTorch's operators on
+    NVSHMEM. ``deepep``: a token is sent once to each rank of its experts, by the package ``deep_ep``."""
     allowance: Annotated[Number, Field(ge=1, allow_inf_nan=False)] | Literal["auto"] = "auto"
-    """Rows that a rank's experts can receive, as a multiple of an even load, where buffers have a fixed size:
-    on GPUs. A step with more is refused. ``auto``: 2."""
+    """Size of the receive buffers of a rank's experts, as a multiple of the rows of an even load, where
+    buffers have a fixed size (on GPUs). A step with more rows is refused. ``auto``: 2."""
     forced: bool = False
-    """Whether tokens are spread evenly, whatever their scores: for benchmarks."""
+    """Spread tokens evenly over experts, regardless of scores. For benchmarks."""
 
     OF_TRAINING: ClassVar[tuple[str, ...]] = (
         *("balance", "aux_loss", "z_loss", "bias_rate", "capacity_factor"),
@@ -242,36 +251,37 @@ class MoeSettings(SettingsGroup):
 
 
 class ModelSettings(SettingsGroup):
-    """The transformer's architecture, and what of it is trained."""
+    """The model's architecture, and which of its weights are trained."""
 
     preset: Name | None = None
-    """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys that are also
+    """Published model (``llama3-8b``, ``gpt2-xl``, ...) that provides the settings below. Keys that are also
     given override it."""
     load: Name | None = None
-    """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, ``hf:ORG/NAME`` (or
-    ``hf:ORG/NAME@REVISION``), one on the hub, or a run or checkpoint of Hexad. Only the weights are loaded;
-    the settings that follow are filled in from there."""
+    """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model; ``hf:ORG/NAME`` or
+    ``hf:ORG/NAME@REVISION``, a model on the hub; or a run or checkpoint of Hexad. Only the weights are
+    loaded. The settings below are filled in from there."""
     family: Family = "llama"
-    """Architecture family; it also sets the defaults of the variant switches below."""
+    """Architecture family. It also sets the defaults of several settings below."""
     layers: Layers = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden: Width = 256
     """Width of the residual stream."""
     heads: Width = 8
     """Query heads per layer."""
     kv_heads: Width | Literal["auto"] = "auto"
     """Key/value heads per layer (grouped-query attention). ``auto``: ``heads`` for gpt2 and with ``mla``;
-    otherwise 4 where that divides ``heads``, else ``heads``."""
+    otherwise 4 if 4 divides ``heads``, else ``heads``."""
     head_dim: Width | Literal["auto"] = "auto"
-    """Width of one query or key head. ``auto``: ``hidden / heads``; with ``mla`` ``nope_dim + rope_dim``."""
+    """Width of a query or key head. ``auto``: ``hidden / heads``; with ``mla`` ``nope_dim + rope_dim``."""
     ffn_hidden: Width | Literal["auto"] = "auto"
     """Inner width of the feed-forward layer. ``auto``: ``4 * hidden`` for gpt2, else ``8/3 * hidden`` rounded
     up to a multiple of 64."""
     vocab: Positive | Literal["auto"] = "auto"
-    """Vocabulary size. ``auto``: the tokenizer's. Padded internally; results never depend on padding."""
+    """Vocabulary size. ``auto``: the size of the tokenizer's vocabulary. It is padded internally. Padding
+    never changes results."""
     max_positions: Positive | Literal["auto"] = "auto"
-    """Longest sequence of the model, in tokens; for gpt2 the rows of the position table. ``auto``:
-    ``data.sequence``, or the length that ``rope_scaling`` reaches if that is longer."""
+    """Longest sequence of the model, in tokens. For gpt2 it is the number of rows of the position table.
+    ``auto``: ``data.sequence``, or the length that ``rope_scaling`` reaches if that is longer."""
     tied_embeddings: bool | Literal["auto"] = "auto"
     """Whether the output head shares the embedding's weight. ``auto``: true for gpt2, else false."""
     qkv_bias: bool | Literal["auto"] = "auto"
@@ -287,41 +297,40 @@ class ModelSettings(SettingsGroup):
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of these frequencies for longer sequences, or null."""
+    """Scaling of the rotary frequencies for longer sequences. null: none."""
     rotary_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    """Part of each query and key head that is rotated, from its first element on (partial rotary factor)."""
+    """Part of each query and key head that is rotated, from its first element (partial rotary factor)."""
     sliding_window: Positive | None = None
-    """Sliding-window attention: a token sees itself and the ``sliding_window - 1`` tokens before it. null:
-    all tokens before it."""
+    """Sliding-window attention: a token attends to itself and to the ``sliding_window - 1`` tokens before it.
+    null: to all tokens before it."""
     attention_multiplier: PositiveFloat | Literal["auto"] = "auto"
     """Factor of attention scores. ``auto``: ``1 / sqrt(head_dim)``."""
     mla: MlaSettings | None = None
-    """Multi-head latent attention, which deepseek_v2 and deepseek_v3 have; null: attention with grouped
-    heads."""
+    """Multi-head latent attention, as in deepseek_v2 and deepseek_v3. null: grouped-query attention."""
     embedding_multiplier: PositiveFloat = 1.0
     """Factor of token embeddings."""
     residual_multiplier: PositiveFloat = 1.0
-    """Factor of both branches of a layer before they are added to the residual stream."""
+    """Factor of the outputs of both branches of a layer before they are added to the residual stream."""
     logits_scaling: PositiveFloat = 1.0
-    """Divisor of logits."""
+    """Divisor of the logits."""
     dropout: Fraction = 0.0
-    """Probability with which elements of the embeddings' sum and of both residual branches' outputs are
-    dropped in training. Which ones depends on seed, step and element only, never on the layout."""
+    """Dropout probability of the embeddings' sum and of both residual branches' outputs in training. The
+    dropped elements depend only on seed, step and element, never on the layout."""
     attention_dropout: Fraction = 0.0
-    """Probability with which attention probabilities are dropped in training. Above 0, attention is computed
-    without PyTorch's fused kernels, the scores of some queries at a time."""
+    """Dropout probability of the attention probabilities in training. Above 0, attention does not use
+    PyTorch's fused kernels. It computes the scores of some queries at a time."""
     init_std: PositiveFloat = 0.02
-    """Standard deviation of initial weights; projections back into the residual stream are divided by
-    ``sqrt(2 * layers)`` (GPT-2 paper)."""
+    """Standard deviation of the initial weights. For projections back into the residual stream it is divided
+    by ``sqrt(2 * layers)`` (GPT-2 paper)."""
     train: Literal["all"] | tuple[str, ...] = "all"
-    """The weights that are trained: ``all``, or patterns, each of which (with ``*``, ``?``, ``[...]``) is one
-    or more consecutive parts of a weight's name, in Hexad or in ``transformers``: ``[head, "layers.3"]``,
-    ``["*.bias"]``. The rest is frozen: no gradients, no optimizer state, no reductions. With ``lora``,
-    ``all`` are the adapters, and patterns are trained besides."""
+    """Weights that are trained: ``all``, or patterns. A pattern (with ``*``, ``?``, ``[...]``) matches one or
+    more consecutive parts of a weight's name, in Hexad or in ``transformers``: ``[head, "layers.3"]``,
+    ``["*.bias"]``. The other weights are frozen: they have no gradients, optimizer state or reductions. With
+    ``lora``, ``all`` means the adapters, and patterns name weights that are trained in addition."""
     lora: LoraSettings | None = None
-    """Low-rank adapters, which are trained in place of the weights; null for none."""
+    """Low-rank adapters, which are trained instead of the weights. null: none."""
     moe: MoeSettings | None = None
-    """Mixture of experts; null: all layers are dense."""
+    """Mixture of experts. null: all layers are dense."""
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

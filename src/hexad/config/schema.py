@@ -25,31 +25,32 @@ from .model import (
 
 
 class RunSettings(SettingsGroup):
-    """The run as a whole."""
+    """General settings of the run."""
 
     dir: Name = "runs/demo"
-    """Directory for everything the run writes: resolved configuration, metrics, logs, checkpoints."""
+    """Directory for all output of the run: resolved configuration, metrics, logs, checkpoints."""
     seed: Seed = 1234
-    """Seed of weights and of the order of training data; data for validation have one order. The same seed
-    gives the same run in every layout."""
+    """Random seed of the weights and of the order of training data. The order of validation data does not
+    depend on it. The same seed gives the same run in every layout."""
     steps: Positive = 200
-    """Optimizer steps in total, counted from the first start."""
+    """Total number of optimizer steps, counted from the first start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """The device: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
+    """Device. ``auto``: ``cuda`` if a GPU is visible, else ``cpu``."""
     timeout: Annotated[PositiveFloat, Field(le=10**9)] = 600.0
-    """Seconds a collective may wait for its peers before the run is stopped."""
+    """Seconds that a collective may wait for its peers. After this time the run is stopped."""
     compile: Literal["auto", "none", "pointwise", "full"] = "auto"
-    """The functions that ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations,
-    dropout, the merging of context parallel blocks, the loss and the update, each by itself, in every layout.
-    ``full``: besides, every transformer block as a whole (needs ``parallel.tensor: 1``). ``auto``:
-    ``pointwise`` on GPUs, ``none`` on CPUs. ``true`` and ``false`` of earlier versions are ``full`` and
-    ``none``."""
+    """Functions that ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations,
+    dropout, the merging of context-parallel blocks, the loss and the update. Each is compiled separately, in
+    every layout. ``full``: also every complete transformer block (needs ``parallel.tensor: 1``). ``auto``:
+    ``pointwise`` on GPUs, ``none`` on CPUs. The values ``true`` and ``false`` of earlier versions mean
+    ``full`` and ``none``."""
     deterministic: bool = False
-    """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
-    error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""
+    """Use deterministic operators only. Repeated runs in the same layout on the same GPUs then agree bit for
+    bit. An operator without a deterministic implementation is an error. Runs on a GPU are slower. On a CPU
+    repeated runs agree without this setting."""
     cpu_binding: Literal["auto", "none"] = "auto"
-    """The cores of a rank on a GPU. ``auto``: those of the GPU's socket, unless the launcher has bound the
-    rank already; ``none``: those that the launcher allows."""
+    """CPU cores of a rank that uses a GPU. ``auto``: the cores of the GPU's socket, unless the launcher has
+    bound the rank already. ``none``: the cores that the launcher allows."""
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -67,34 +68,37 @@ def prefixes(source: DataSource | None) -> list[str]:
 
 
 class DataSettings(SettingsGroup):
-    """The sources of samples."""
+    """Training and validation data, and how samples are made from it."""
 
     train: DataSource | None = None
-    """A ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
+    """Training data: a ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
     validation: DataSource | dict[Name, DataSource] | None = None
-    """Like ``train``, for evaluation; or several sets by name, ``{web: prefix, code: prefix}``."""
+    """Validation data: a prefix or a blend, as for ``train``, or several named sets, ``{web: prefix, code:
+    prefix}``."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
-    """Proportions of ``train``'s documents for training, validation and testing, as Megatron-LM's
-    ``--split``: the first documents are trained on, and where ``validation`` is null, those that follow are
-    evaluated. Of a blend each data set is split. null: all are trained on."""
+    """Proportions of ``train``'s documents for training, validation and testing, like ``--split`` of
+    Megatron-LM. The first documents are used for training. The next ones are used for validation if
+    ``validation`` is null. In a blend, each data set is split. null: all documents are used for training."""
     tokenizer: Name = "byte"
-    """``byte``, or a directory or file: Hugging Face ``tokenizer.json``, SentencePiece ``.model``, or
-    ``.tiktoken``; or ``hf:ORG/NAME``, that of a model on the hub."""
+    """Tokenizer: ``byte``; a directory or file (Hugging Face ``tokenizer.json``, SentencePiece ``.model``, or
+    ``.tiktoken``); or ``hf:ORG/NAME``, the tokenizer of a model on the hub."""
     sequence: Width = 512
     """Tokens per sample."""
     bos: Literal["auto", "no"] = "auto"
-    """Whether a beginning-of-text token stands before each document and prompt. ``auto``: as the tokenizer
-    says (Hugging Face: its post-processor). ``no``: none. Data known to be built otherwise is refused."""
+    """Beginning-of-text token before each document and prompt. ``auto``: as the tokenizer specifies (Hugging
+    Face: its post-processor). ``no``: none. Data that is known to be built differently is refused."""
     documents: Literal["join", "isolate"] = "join"
-    """``isolate`` confines attention and positions to each document of a packed sample."""
+    """Documents of a packed sample. ``join``: attention and positions span all of them. ``isolate``:
+    attention and positions are confined to each document."""
     packing: Literal["auto", "cut", "whole"] = "auto"
-    """How documents fill samples. ``cut``: joined into one stream, which is cut every ``sequence`` tokens.
-    ``whole``: only whole documents share a sample, isolated from each other, and its rest is padding without
-    loss. ``auto``: ``whole`` for data with a loss mask (``hexad data build`` of conversations or of prompts
-    and completions), else ``cut``."""
+    """How documents fill samples. ``cut``: documents are joined into one stream, which is cut every
+    ``sequence`` tokens. ``whole``: a sample holds complete documents only, isolated from each other, and is
+    padded to its end. Padding has no loss. ``auto``: ``whole`` for data with a loss mask (``hexad data
+    build`` of conversations, or of prompts and completions), else ``cut``."""
     too_long: Literal["refuse", "truncate", "skip"] = "refuse"
-    """Action for documents longer than ``sequence`` where they are not cut: ``refuse`` the data, use their
-    first ``sequence`` tokens (``truncate``), or ``skip`` them; how many is reported."""
+    """Action for documents longer than ``sequence``, if samples hold complete documents. ``refuse``: refuse
+    the data. ``truncate``: use the first ``sequence`` tokens. ``skip``: skip the documents. Their number is
+    reported."""
 
     @field_validator("train", "validation", mode="before")
     @classmethod
@@ -137,18 +141,20 @@ class DataSettings(SettingsGroup):
 
 
 class BatchSettings(SettingsGroup):
-    """How many sequences make a microbatch and a step."""
+    """Numbers of sequences in a microbatch and in a step."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
     micro: Width = 2
     """Sequences per microbatch and data rank."""
     global_: Annotated[Integer, Field(ge=1, le=2**24, alias="global")] = 32
-    """Sequences per step, over all data ranks. Microbatches times pipeline stages are at most 2^20."""
+    """Sequences per step, summed over all data ranks. The number of microbatches times the number of pipeline
+    stages is at most 2^20."""
     ramp: tuple[Width, Width, Positive] | None = None
-    """Smaller steps at the start of the run: ``[start, increment, samples]``. Steps have ``start`` sequences
-    at first and grow by ``increment`` at equal distances, to ``global`` after ``samples`` sequences. Learning
-    rates then go by samples: steps of ``lr_schedule`` are those of ``global`` sequences."""
+    """Batch size ramp-up, ``[start, increment, samples]``. The first steps have ``start`` sequences. The size
+    grows by ``increment`` at equal distances, and reaches ``global`` after ``samples`` sequences. With a
+    ramp, learning rates follow the number of samples: a step of ``lr_schedule`` is a step of ``global``
+    sequences."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -181,69 +187,70 @@ class BatchSettings(SettingsGroup):
 
 
 class ParallelSettings(SettingsGroup):
-    """The layout: how the work is divided among ranks."""
+    """The parallel layout."""
 
     tensor: Degree = 1
-    """Tensor-parallel degree: every layer's matrices are sharded over this many ranks. It divides
-    ``model.heads``, and divides ``model.kv_heads`` or is a multiple of it: several ranks then hold each KV
-    head."""
+    """Tensor-parallel degree: each layer's matrices are sharded over this many ranks. It must divide
+    ``model.heads``. It must also divide ``model.kv_heads`` or be a multiple of it. If it is a multiple,
+    several ranks hold each KV head."""
     sequence: bool = True
-    """Sequence parallel: activations outside attention and feed-forward are sharded over the tensor ranks
-    too. Effective where ``tensor > 1``."""
+    """Sequence parallel: activations outside attention and feed-forward are also sharded over the tensor
+    ranks. It has an effect only if ``tensor > 1``."""
     tensor_chunks: Degree | Literal["auto"] = "auto"
-    """Chunks of tokens in which a tensor-parallel layer's forward pass gathers, multiplies and sums: one is
-    sent while another is multiplied. ``auto``: up to 4, each of 32 MiB or more when gathered. Never more than
-    a rank has tokens; layers in fp8, or with adapters, have one."""
+    """Number of chunks into which the forward pass of a tensor-parallel layer divides its tokens. One chunk
+    is communicated while another is multiplied. ``auto``: up to 4 chunks, each at least 32 MiB when gathered.
+    The number never exceeds a rank's tokens. Layers in fp8, and layers with adapters, use one chunk."""
     context: Degree = 1
-    """Context-parallel degree: the tokens of every microbatch are divided among this many ranks. It divides
-    ``data.sequence``."""
+    """Context-parallel degree: the tokens of each microbatch are divided among this many ranks. It must
+    divide ``data.sequence``."""
     context_method: Literal["ring", "ulysses", "ulysses_ring", "all_gather"] = "ring"
-    """How attention reaches across context ranks. ``ring``: keys and values are sent in rounds to the ranks
-    that need them; ``all_gather``: all at once to all; ``ulysses``: heads are exchanged for tokens, so that a
-    rank has some heads of all tokens; ``ulysses_ring``: that in groups of neighbouring ranks, and a ring of
-    groups."""
+    """How attention communicates across context ranks. ``ring``: keys and values are sent in rounds to the
+    ranks that need them. ``all_gather``: all keys and values are sent to all ranks at once. ``ulysses``:
+    heads are exchanged for tokens, so that a rank holds some heads of all tokens. ``ulysses_ring``:
+    ``ulysses`` inside groups of neighbouring ranks, and ``ring`` between the groups."""
     context_ulysses: Degree | Literal["auto"] = "auto"
-    """Ranks of a group of ``ulysses_ring``. ``auto``: as many as can share the heads."""
+    """Size of a group of ``ulysses_ring``, in ranks. ``auto``: the largest group that can share the heads."""
     context_balance: Literal["auto", "zigzag", "work", "none"] = "auto"
-    """The division of tokens over context ranks. ``zigzag``: two blocks of every sequence, one from the front
-    and one from the back; ``work``: blocks such that each rank has as much attention to compute, whatever the
-    documents' lengths; ``none``: in their order. ``auto``: ``work`` with isolated documents, else ``zigzag``;
-    ``none`` with ``ulysses``."""
+    """Division of tokens over context ranks. ``zigzag``: each rank has two blocks of every sequence, one from
+    the front and one from the back. ``work``: blocks with equal attention work per rank, for documents of any
+    lengths. ``none``: consecutive blocks. ``auto``: ``none`` with ``ulysses``, otherwise ``work`` with
+    isolated documents, otherwise ``zigzag``."""
     pipeline: Degree = 1
     """Pipeline-parallel degree: the layers are divided among this many ranks."""
     virtual_stages: Degree = 1
-    """Stages per pipeline rank. ``zb_v`` and ``dualpipe_v`` always have two; ``auto`` may choose two where
-    this is 1."""
+    """Stages per pipeline rank. ``zb_v`` and ``dualpipe_v`` always have two. If this is 1, ``schedule: auto``
+    may choose two."""
     schedule: (
         Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"] | ScheduleFile
     ) = "1f1b"
-    """Order of forward and backward passes on the pipeline ranks. ``auto`` searches for the best one within
-    ``schedule_memory``; a ``.json`` file holds a custom one (``hexad show schedule --save``)."""
+    """Order of forward and backward passes on the pipeline ranks. ``auto`` searches for the fastest schedule
+    within ``schedule_memory``. A ``.json`` file holds a custom schedule (``hexad show schedule --save``)."""
     schedule_group: Positive | Literal["auto"] = "auto"
-    """Microbatches that ``interleaved`` runs through one stage before it switches to the next; ``auto``: the
+    """Microbatches that ``interleaved`` runs through one stage before it switches to the next. ``auto``: the
     pipeline degree."""
     schedule_memory: PositiveFloat | Literal["auto"] = "auto"
-    """Activations that ``schedule: auto`` may hold on a rank, in microbatches of all the rank's layers.
-    ``auto``: the pipeline degree, as many as ``1f1b``."""
+    """Limit of ``schedule: auto`` for the activations on a rank, in microbatches of all the rank's layers.
+    ``auto``: the pipeline degree, which is what ``1f1b`` holds."""
     split: Literal["cost", "even"] | list[Count] = "cost"
-    """How layers are divided among stages: by cost, evenly, or an explicit list of layers per stage."""
+    """Division of layers among stages: by cost, evenly, or an explicit list of layers per stage."""
     expert: Degree = 1
-    """Expert-parallel degree."""
+    """Expert-parallel degree: each layer's experts are divided among this many ranks."""
     expert_tensor: Degree = 1
     """Tensor-parallel degree inside each expert."""
     data: Degree | Literal["auto"] = "auto"
     """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
     zero: Annotated[Integer, Field(ge=0, le=3)] = 0
-    """The state that is sharded over the data and context ranks: 0 nothing, 1 optimizer state, 2 gradients
-    too, 3 parameters too."""
+    """ZeRO level: the state that is sharded over the data and context ranks. 0: none; 1: optimizer state; 2:
+    also gradients; 3: also parameters."""
     replicas: Degree = 1
-    """Hybrid sharding: state is sharded inside ``data * context / replicas`` ranks and replicated across."""
+    """Hybrid sharding: the number of replicas of the sharded state. Each replica is sharded over ``data *
+    context / replicas`` ranks."""
     order: str = "tensor-context-expert-data-pipeline"
-    """Rank order, fastest-varying axis first."""
+    """Order of the axes in rank numbers, fastest-varying first."""
     bucket_mb: PositiveFloat | Literal["auto"] = "auto"
-    """Size of a gradient bucket in MiB, the unit of reduction over data and context ranks. ``auto``: 25, and
-    at least 4 per rank of these, so that messages between two ranks stay large enough (the rule of
-    Megatron-LM)."""
+    """Size of a gradient bucket in MiB. A bucket is the unit of reduction over data and context ranks.
+    ``auto``: 25, and at least 4 for each of these ranks, which keeps messages between two ranks large enough
+    (the rule of Megatron-LM)."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -273,40 +280,41 @@ class PrecisionSettings(SettingsGroup):
     """Number formats."""
 
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Format of parameters and activations. ``auto``: bf16 if the devices of all ranks compute it in hardware
-    (NVIDIA GPUs of compute capability 8.0 and later, GPUs of ROCm, CPUs with AVX512-BF16, AMX-BF16 or Arm's
-    BF16), else fp32; ``config.yaml`` and checkpoints hold the result. Commands that start nothing assume
-    bf16, or with ``run.device: cpu`` what this host's CPU has; ``hexad show memory --device`` what the GPU
-    that it names has. bf16 and fp16 keep fp32 master weights and optimizer state. fp8 is bf16 whose layers
-    multiply inputs, weights and output gradients in 8 bits; it needs a GPU with fp8 units."""
+    """Format of parameters and activations. ``auto``: bf16 if the devices of all ranks compute it in
+    hardware, else fp32. Such devices are NVIDIA GPUs of compute capability 8.0 and later, GPUs of ROCm, and
+    CPUs with AVX512-BF16, AMX-BF16 or Arm's BF16. ``config.yaml`` and checkpoints hold the result. Commands
+    that start no rank assume bf16; with ``run.device: cpu`` they test this host's CPU. ``hexad show memory
+    --device`` assumes the format of the GPU that it names. bf16 and fp16 runs keep fp32 master weights and
+    optimizer state. fp8 runs are bf16 runs whose layers multiply inputs, weights and output gradients in 8
+    bits. fp8 needs a GPU with fp8 units."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are sent and reduced over data and context ranks; ``bf16`` in bf16 and fp8
-    runs only."""
+    """Format in which gradients are communicated and reduced over data and context ranks. ``bf16`` is
+    accepted in bf16 and fp8 runs only."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients of microbatches are added up on a rank; ``bf16`` with ``reduce: bf16``
-    only."""
+    """Format in which a rank accumulates the gradients of microbatches. ``bf16`` is accepted with ``reduce:
+    bf16`` only."""
     fp8_weight_gradients: bool = False
-    """Whether fp8 runs multiply in 8 bits for weight gradients too, the third of a linear layer's products:
-    inputs in e4m3, output gradients in e5m2. They are accumulated as otherwise."""
+    """Compute weight gradients in 8 bits too, in fp8 runs. Weight gradients are the third product of a linear
+    layer. Inputs are in e4m3, output gradients in e5m2. The format of accumulation does not change."""
     exact: bool = False
-    """Whether the forward pass computes the same bits for a sequence in every layout and batch, in fp32, bf16
-    and fp16: log-probabilities of training, generation and ``hexad score`` are then equal. Sums are made
-    independent of their order, in float64, which takes several times as long (``docs/exact.md``). Backward
-    passes, and attention with dropout, are the usual ones."""
+    """Compute the same bits for a sequence in every layout and batch, in the forward pass, in fp32, bf16 and
+    fp16. Log-probabilities of training, generation and ``hexad score`` are then equal. Sums do not depend on
+    their order: they are computed in float64, which takes several times as long (``docs/exact.md``). Backward
+    passes, and attention with dropout, are not exact."""
     loss_scale: Literal["dynamic"] | LossScale = "dynamic"
-    """Factor of the loss in fp16 runs: ``dynamic``, or a fixed number."""
+    """Loss scale in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: LossScale = 65536.0
-    """Dynamic loss scale of the first step."""
+    """Initial dynamic loss scale."""
     loss_scale_window: Positive = 1000
-    """Consecutive steps with finite gradients after which the dynamic loss scale doubles."""
+    """The dynamic loss scale doubles after this many consecutive steps with finite gradients."""
     loss_scale_hysteresis: Positive = 2
-    """Overflows after which the dynamic loss scale is halved, and again at each further one before it has
-    grown again."""
+    """The dynamic loss scale is halved at this many overflows since it last grew. Each further overflow
+    before the next growth halves it again."""
     loss_scale_consecutive: bool = False
-    """Whether ``loss_scale_hysteresis`` counts consecutive overflows only: a step without one forgives those
-    before it."""
+    """Count only consecutive overflows for ``loss_scale_hysteresis``: a step without an overflow resets the
+    count."""
     loss_scale_min: PositiveFloat = 1.0
-    """Smallest dynamic loss scale; an overflow there stops the run."""
+    """Smallest dynamic loss scale. An overflow at this scale stops the run."""
 
     @property
     def width(self) -> int:
@@ -318,19 +326,19 @@ RecomputePart = Literal["moe_act", "norms", "mla_up"]
 
 
 class MemorySettings(SettingsGroup):
-    """Time or precision traded for memory."""
+    """Settings that reduce memory at a cost in time or precision."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """The activations that are recomputed in the backward pass instead of kept: ``selective`` those that cost
-    no matrix product, ``full`` all but each layer's input."""
+    """Activations that the backward pass recomputes. ``none``: none, all are kept. ``selective``: those that
+    can be recomputed without a matrix product. ``full``: all except each layer's input."""
     recompute_layers: Literal["all"] | Positive = "all"
-    """How many layers per stage recompute: ``all``, or the first ones."""
+    """Layers per stage that recompute: ``all``, or a number of layers from the first one on."""
     recompute_parts: tuple[RecomputePart, ...] = ()
-    """Parts that every layer recomputes besides: ``norms``, outputs of the norms before attention and
-    feed-forward; ``moe_act``, activated values of the experts; ``mla_up``, what multi-head latent attention
-    projects from latent vectors: queries, keys and values."""
+    """Additional parts that every layer recomputes. ``norms``: outputs of the norms before attention and
+    feed-forward. ``moe_act``: activated values of the experts. ``mla_up``: queries, keys and values that
+    multi-head latent attention projects from latent vectors."""
     offload: Literal["none", "optimizer"] = "none"
-    """The state that is kept in the host's memory."""
+    """State that is kept in the host's memory."""
 
     @field_validator("recompute_parts")
     @classmethod
@@ -341,171 +349,181 @@ class MemorySettings(SettingsGroup):
 
 
 class OptimizerSettings(SettingsGroup):
-    """The update rule."""
+    """The optimizer."""
 
     name: Literal["adamw"] = "adamw"
-    """Update rule: AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
+    """Optimizer: AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
     lr: PositiveFloat = 3.0e-4
     """Peak learning rate."""
     decoupled_lr: PositiveFloat | None = None
-    """Peak learning rate of the embedding and the output head; null: ``lr``."""
+    """Peak learning rate of the embedding and the output head. null: ``lr``."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and the second moment."""
     eps: PositiveFloat = 1.0e-8
-    """Added to the denominator."""
+    """Constant added to the denominator of the update."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay; norms and biases are excluded."""
+    """Decoupled weight decay. It is not applied to norms and biases."""
     clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
+    """Largest global gradient norm. Larger gradients are clipped. 0: no clipping."""
 
 
 class LrScheduleSettings(SettingsGroup):
-    """The learning rate over the run. The rate of step ``n`` (counted from 1) is the schedule at ``n``."""
+    """The learning rate schedule. Step ``n``, counted from 1, has the schedule's value at ``n``."""
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
-    """Shape after warm-up."""
+    """Shape of the schedule after warm-up."""
     warmup: Count = 100
     """Steps of linear warm-up from 0."""
     decay_steps: Positive | Literal["auto"] = "auto"
-    """Step at which ``min_lr`` is reached (``wsd``: length of the final decay). ``auto``: ``run.steps``
-    (``wsd``: a fifth of it)."""
+    """Step at which the rate reaches ``min_lr``. With ``wsd``: length of the final decay, in steps. ``auto``:
+    ``run.steps``; with ``wsd`` a fifth of it."""
     min_lr: NonNegativeFloat = 3.0e-5
     """Learning rate at the end of the decay."""
     decoupled_min_lr: NonNegativeFloat | None = None
-    """Least learning rate of the embedding and the output head, with ``optimizer.decoupled_lr``; null:
-    ``min_lr``."""
+    """Learning rate of the embedding and the output head at the end of the decay, with
+    ``optimizer.decoupled_lr``. null: ``min_lr``."""
 
 
 class CheckpointSettings(SettingsGroup):
-    """Saving and resuming."""
+    """Checkpoints and resuming."""
 
     every: Count = 100
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints. 0: save only at the end."""
     keep: Positive = 3
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     keep_best: Count = 0
-    """Checkpoints with the lowest validation loss to keep besides. An evaluation (``validate.every``) among
-    the best so many is followed by a checkpoint; ``checkpoints/best`` names the best one."""
+    """Number of checkpoints with the lowest validation loss to keep, in addition to the newest. If the loss
+    of an evaluation (``validate.every``) is among this many lowest ones, a checkpoint is written.
+    ``checkpoints/best`` names the best one."""
     asynchronous: bool = True
-    """Write in the background; training waits only for the copy to memory."""
+    """Write checkpoints in the background. Training waits only for the copy to memory."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """``auto``: resume from the newest complete checkpoint of ``run.dir`` if there is one. ``must``: fail
-    without one. ``never``: start from the beginning, refused if the directory already holds checkpoints."""
+    """Start of the run. ``auto``: resume from the newest complete checkpoint of ``run.dir`` if there is one.
+    ``must``: fail if there is none. ``never``: start from the beginning; refused if the directory already
+    holds checkpoints."""
     load: Name | None = None
-    """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none."""
+    """Checkpoint to start from if ``run.dir`` has none: weights, optimizer state and data position are
+    loaded."""
     verify: bool = True
-    """Verify every value's checksum while loading. Sizes and the manifest's own checksum always are."""
+    """Verify the checksum of every value while loading. File sizes and the manifest's own checksum are always
+    verified."""
     damaged: Literal["stop", "previous"] = "stop"
-    """Action if the newest checkpoint of ``run.dir`` is damaged: ``stop``, or rename it and resume from the
-    ``previous`` one."""
+    """Action if the newest checkpoint of ``run.dir`` is damaged. ``stop``: stop the run. ``previous``: rename
+    the damaged checkpoint and resume from the previous one."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """Action if a checkpoint cannot be written (full disk, missing permission): ``stop``, or report it and
-    ``continue`` until the next one. The last one of a run must succeed."""
+    """Action if a checkpoint cannot be written (full disk, missing permission). ``stop``: stop the run.
+    ``continue``: report the failure and train until the next checkpoint. A failure of the last checkpoint
+    always stops the run."""
 
 
 class FaultSettings(SettingsGroup):
-    """How failures are handled."""
+    """Handling of failures."""
 
     restarts: Count = 0
-    """How often ranks that ``hexad train`` has started itself are restarted after one of them died or hung;
-    the run resumes from its newest checkpoint. No effect under torchrun, which has ``--max-restarts``, and
-    under ``srun``."""
+    """How many times the ranks are restarted after one of them died or hung. The run resumes from its newest
+    checkpoint. Only ranks that ``hexad train`` has started itself are restarted. The setting has no effect
+    under torchrun, which has ``--max-restarts``, and under ``srun``."""
     idle_ranks: bool = False
-    """Whether ranks may be idle if the world does not fit the layout: the largest data degree that fits is
-    used, and the remaining ranks wait for the next restart. Otherwise such a world is refused."""
+    """Allow idle ranks if the world does not fit the layout. The largest data degree that fits is used, and
+    the remaining ranks wait for the next restart. If this is false, such a world is refused."""
     not_finite: Literal["stop", "skip", "roll_back"] = "stop"
-    """After a step whose gradient is not finite: ``stop`` the run, ``skip`` the update, or ``roll_back`` to
-    the newest checkpoint and skip the data read since. In fp16 runs the loss scale is lowered first."""
+    """Action after a step whose gradient is not finite. ``stop``: stop the run. ``skip``: skip the update.
+    ``roll_back``: return to the newest checkpoint and skip the data read since. In fp16 runs the loss scale
+    is lowered first."""
     spike: Annotated[Number, Field(gt=1, allow_inf_nan=False)] | None = None
-    """A loss above this many times the median of the last ``spike_window`` losses is a spike; null turns
-    detection off. Losses of skipped steps do not count; there is no detection until the window is full."""
+    """Threshold of spike detection: a loss above this many times the median of the last ``spike_window``
+    losses is a spike. Losses of skipped steps are not counted. Detection starts when the window is full.
+    null: no detection."""
     spike_window: Positive = 50
-    """Number of losses whose median a loss is compared with."""
+    """Number of losses in the median."""
     on_spike: Literal["stop", "skip", "roll_back"] = "skip"
-    """Action after a spike: as for ``not_finite``. The update of such a step is never applied."""
+    """Action after a spike, as for ``not_finite``. The update of a step with a spike is never applied."""
     most: Positive = 10
-    """Consecutive faults that are skipped or rolled back; one more stops the run. A streak ends with an
-    update beyond the step that failed last."""
+    """Number of consecutive faults that are skipped or rolled back. One more stops the run. The count returns
+    to 0 when an update is applied beyond the step that failed last."""
 
 
 class ProfileSettings(SettingsGroup):
-    """The steps that are profiled."""
+    """Steps to profile."""
 
     start: Positive = 10
     """First step, counted from 1."""
     steps: Positive = 3
-    """How many steps, one after another."""
+    """Number of consecutive steps."""
 
 
 class LogSettings(SettingsGroup):
-    """The records of a run."""
+    """Metrics, logs and traces."""
 
     every: Positive = 1
-    """Steps between lines of ``metrics.jsonl``."""
+    """Steps between two lines of ``metrics.jsonl``."""
     tensorboard: bool = False
     """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
     wandb: Name | None = None
-    """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
+    """Weights & Biases project for the metrics (``pip install hexad[wandb]``)."""
     profile: ProfileSettings | None = None
-    """Steps of which every rank writes a trace of torch's profiler, and on a GPU a snapshot of its memory, to
-    ``run.dir/profile`` (``hexad show trace``); null for none."""
+    """Steps to profile. Every rank writes a trace of torch's profiler, and on a GPU a snapshot of its memory,
+    to ``run.dir/profile`` (``hexad show trace``). null: none."""
     check_replicas: Count = 100
-    """Steps between comparisons of replicated weights over the ranks that hold them, by a hash; a difference
-    stops the run, naming rank and tensor. 0 turns them off."""
+    """Steps between checks of replicated weights. The ranks that hold the same weights compare hashes. A
+    difference stops the run, and the error names rank and tensor. 0: no checks."""
     timeline: Count = 0
-    """The step whose pipeline actions are timed and written to ``run.dir/timeline.json``; 0 for none."""
+    """Step whose pipeline actions are timed. The times are written to ``run.dir/timeline.json``. 0: none."""
 
 
 class ValidateSettings(SettingsGroup):
     """Evaluation during training."""
 
     every: Count = 0
-    """Steps between evaluations; 0 turns them off."""
+    """Steps between evaluations. 0: no evaluations."""
     batches: Positive = 10
     """Global batches per evaluation."""
     patience: Count = 0
-    """End the run, with a checkpoint, when so many evaluations in a row have not lowered the validation loss
-    (early stopping); 0: never."""
+    """Early stopping: the run ends, with a checkpoint, after this many consecutive evaluations without a
+    lower validation loss. 0: never."""
 
 
 class InferenceSettings(SettingsGroup):
-    """Generation: the key/value cache, and how sequences share a forward pass. Nothing here changes what is
-    generated."""
+    """Generation: the key/value cache, batching, and the limits of ``hexad serve``. These settings do not
+    change the generated tokens."""
 
     cache_tokens: Positive | Literal["auto"] = "auto"
-    """Tokens of the key/value cache of a model replica; ``auto``: what fits into ``inference.memory_part``. A
-    sequence that does not fit beside the others is computed again later."""
+    """Capacity of the key/value cache of a model replica, in tokens. ``auto``: as many as fit into
+    ``inference.memory_part``. If the cache is full, a sequence is removed from it and recomputed later."""
     memory_part: Annotated[Number, Field(gt=0, le=1)] = 0.8
-    """Part of the memory that is free after the weights are loaded which the cache may take: of a GPU's, or
-    of the host's, shared among its ranks."""
+    """Part of the free memory that the cache may take, measured after the weights are loaded. On a GPU this
+    is the GPU's memory. On a CPU it is the host's memory, divided among its ranks."""
     block: Positive | Literal["auto"] = "auto"
-    """Tokens of a block of the cache; ``auto``: 256 on GPUs, 32 on CPUs. Prompts that begin alike share
-    complete blocks."""
+    """Size of a block of the cache, in tokens. ``auto``: 256 on GPUs, 32 on CPUs. Prompts with a common
+    beginning share complete blocks."""
     batch_tokens: Positive = 2048
-    """Tokens of a forward pass at most: one of each running sequence, and parts of prompts."""
+    """Maximum number of tokens in a forward pass: one for each running sequence, and parts of prompts."""
     sequences: Positive = 256
-    """Sequences that run at once; others wait."""
+    """Maximum number of sequences that run at the same time. Further sequences wait."""
     queue: Count = 1024
-    """Requests that wait in ``hexad serve``; more are refused with status 429."""
+    """Maximum number of requests that wait in ``hexad serve``. Further requests are refused with status
+    429."""
     grace: NonNegativeFloat = 30.0
-    """Seconds that ``hexad serve`` has for running requests after it was asked to stop."""
+    """Seconds that ``hexad serve`` gives running requests to finish after it was asked to stop."""
     body_mib: Positive = 8
-    """MiB of a request to ``hexad serve`` at most. Reading 8 MiB keeps others waiting for about 0.1 s."""
+    """Maximum size of a request to ``hexad serve``, in MiB. While the server reads 8 MiB, other requests wait
+    for about 0.1 s."""
     requests_mib: Positive = 1024
-    """MiB that ``hexad serve`` keeps of requests under way: what has arrived of them, ids, and
-    log-probabilities; more are refused with status 429."""
+    """Maximum memory of ``hexad serve`` for unfinished requests, in MiB: received bodies, ids and
+    log-probabilities. Further requests are refused with status 429."""
     connections: Positive | Literal["auto"] = "auto"
-    """Connections of ``hexad serve`` that are open at once; ``auto``: as many as the process may have files.
-    Where there are more, those that have waited longest for their clients are closed."""
+    """Maximum number of open connections of ``hexad serve``. ``auto``: the process's limit of open files.
+    Beyond the maximum, the connections that have waited longest for their clients are closed."""
     client_timeout: PositiveFloat = 30.0
     """Seconds that a client of ``hexad serve`` may take to send a request, to begin another one, or to accept
     a part of its answer."""
     kernels: Positive = 128
-    """Kernels for products on CPUs that oneDNN keeps, one for each shape; about 0.2 MB each in fp32."""
+    """Maximum number of oneDNN kernels for matrix products that are cached on CPUs. There is one kernel per
+    shape. A kernel takes about 0.2 MB in fp32."""
 
 
 class Config(SettingsGroup):
-    """The whole configuration: one tree, one YAML file."""
+    """The complete configuration: one tree, one YAML file."""
 
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()

@@ -512,7 +512,7 @@ class InferenceSettings(SettingsGroup):
     """Maximum memory of ``hexad serve`` for unfinished requests, in MiB: received bodies, ids and
     log-probabilities. Further requests are refused with status 429."""
     connections: Positive | Literal["auto"] = "auto"
-    """Maximum number of open connections of ``hexad serve``. ``auto``: as many as the limit of open files allows.
+    """Maximum number of open connections of ``hexad serve``. ``auto``: as many as open files are allowed.
     Beyond the maximum, the connections that have waited longest for their clients are closed."""
     client_timeout: PositiveFloat = 30.0
     """Seconds that a client of ``hexad serve`` may take to send a request, to begin another one, or to accept
